@@ -132,7 +132,7 @@ def row(tune: bool) -> None:
     show("norm with a gate", lambda *of: GatedNorm.apply(*of, 1e-6), rows)
     plain._has_kernels = lambda _: False
     show("convolution in plain torch", lambda x, w: packed.convolve(x, w, None, silu=True), [channels, weight])
-    show("recurrence in plain torch", lambda *of: packed.recur(*of, unit=True)[0].to(BF16), given)
+    show("recurrence in plain torch", lambda *of: packed.recur(*of, None, unit=True)[0].to(BF16), given)
     if tune:
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

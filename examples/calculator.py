@@ -12,7 +12,8 @@ import json
 import sys
 from pathlib import Path
 
-from posttrain.apps.demo.calculator import build_model, write_data
+from calculator_task import build_model, write_data
+
 from posttrain.cli.main import main as posttrain
 
 FOLDER = Path("results/calculator")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from every_family import WITH_IMAGES, recorded
+from seed_features import manifest_errors
 from seed_features import page as seeds_checked
 
 from posttrain.data.named_datasets import (
@@ -145,11 +146,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def models_table() -> str:
+    files: dict[str, list[str]] = {}
+    for name, test in CHECKS.items():
+        files.setdefault(test.partition("::")[0], []).append(name)
+    tests = "; ".join(f"{', '.join(names)}: `tests/{file}`" for file, names in files.items())
     tested = [(each.published, f"`{each.model_type}`", each.what, each.beyond_tiny) for each in FAMILIES]
     return (
         table(("models", "`model_type`", "has", "beyond tiny models on a CPU"), tested)
-        + "\n"
-        + table(("every family", "test"), [(name, f"`tests/{test}`") for name, test in CHECKS.items()])
+        + f"\nEvery family passes these tests: {tests}.\n"
         + walk_table()
     )
 
@@ -251,6 +255,7 @@ PAGES = {
     "datasets.md": datasets_table,
     "doctor.md": rules_sections,
     "seeds/checked.md": seeds_checked,
+    "seeds/manifests.md": manifest_errors,
 }
 
 

@@ -12,7 +12,7 @@ DOUBLED = (
     "{% set n = namespace(s=[1], t=[1]) %}{% for i in range(40) %}{% set n.s = [n.s, n.s] %}{% set n.t = [n.t, n.t] %}"
     "{% endfor %}"
 )
-OFTEN = "{% set a = 'a' * 200000 %}{% for i in range(99999) %}"
+OFTEN = "{% set a = 'a' * 2000000 %}{% for i in range(99999) %}"
 GROWN = "{% set n = namespace(s='aaaaaaaaaa') %}{% for i in range(99) %}"
 ARGUMENTS = "{% macro m() %}{{ varargs | length }}{% endmacro %}"
 MACRO = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"

@@ -20,6 +20,8 @@ import yaml
 from launch_profiles import EKS, GKE, make_profile
 
 from posttrain.apps.launch.launch_request import request_run
+from posttrain.apps.launch.lint.check import check_manifests
+from posttrain.apps.launch.manifest_files import read_text
 from posttrain.apps.launch.workloads import render_run
 from posttrain.config import load_config
 
@@ -27,7 +29,8 @@ TESTS = Path(__file__).parent
 RECORD = TESTS / "seed_record.json"
 ROWS: dict[str, list[dict[str, Any]]] = yaml.safe_load((TESTS / "seed_features.yaml").read_text(encoding="utf-8"))
 FEATURES, LINES = ROWS["features"], ROWS["lines"]
-_LONGEST = 100
+MANIFESTS = TESTS.parent / "docs" / "seeds" / "manifests"
+_LONGEST, _LONGEST_SHOWN = 100, 60
 
 
 def check_script(seed: str, output: str, log: str = "") -> None:
@@ -74,36 +77,70 @@ def recorded() -> dict[str, list[str]]:
 
 
 def page() -> str:
-    known, parts = recorded(), ["## Features\n\n"]
-    rows = [(r["seed"], r["feature"], _code(_command(r)), *_seen(known, r["seed"], r["feature"])) for r in FEATURES]
-    parts.append(_table(("guide", "feature", "command", "what was seen", "day"), rows))
+    known = recorded()
+    days = sorted({day for _, day in known.values()})
+    parts = [f"Seen on {' and '.join(days)}.\n\n## Features\n\n"]
+    rows = [(r["seed"], r["feature"], _code(_command(r)), _seen(known, r["seed"], r["feature"])) for r in FEATURES]
+    parts.append(
+        _table(("guide", "feature", "command, of `examples/seeds/GUIDE.sh` if not of posttrain", "what was seen"), rows)
+    )
     for seed, title in (("001", "LoRA on two nodes"), ("004", "Llama 3.1 8B on GKE")):
         rows = [row for row in LINES if row["seed"] == seed]
-        parts.append(f"\n## The log of guide {seed}, {title}, line by line\n\n")
-        seen = [_seen(known, seed, row["printed"]) if "ours" in row else ("–", "") for row in rows]
-        printed = [(_code(row["printed"]), line, row.get("why", "")) for row, (line, _) in zip(rows, seen, strict=True)]
-        parts.append(_table(("the guide", "posttrain, step 2 of 2", ""), printed))
-    parts.append("\n## The Job of guide 001, field by field\n\nposttrain: `scheduler.kind: job`, p4d.24xlarge.\n\n")
-    parts.append(_fields(guide_job(), our_job()))
-    ours = our_cluster()
-    for title, guide, own in (
-        ("worker group", guide_group(), ours["workerGroupSpecs"][0]),
-        ("head and the service", guide_head(), ours),
+        lines = [(row, known[f"{seed} {row['printed']}"][0] if "ours" in row else "–") for row in rows]
+        other = [
+            (_code(row["printed"]), _code(_shown(line)) if "ours" in row else line, row.get("why", ""))
+            for row, line in lines
+            if "why" in row or _words(row["printed"]) != _words(line)
+        ]
+        parts.append(
+            f"\n## The log of guide {seed}, {title}\n\nOf {len(rows)} lines of the guide {len(rows) - len(other)} "
+        )
+        parts.append("have the same words (`device` for `gpu`) with other numbers. The others:\n\n")
+        parts.append(_table(("the guide", "posttrain, step 2 of 2", ""), other))
+    ours, absent = our_cluster(), dict[str, list[str]]()
+    for title, kind, guide, own in (
+        ("Job of guide 001", "scheduler.kind: job`, p4d.24xlarge", guide_job(), our_job()),
+        ("worker group of guide 004", _RAY, guide_group(), ours["workerGroupSpecs"][0]),
+        ("head and the service of guide 004", _RAY, guide_head(), ours),
     ):
-        parts.append(f"\n## The {title} of guide 004, field by field\n\nposttrain: `scheduler.kind: raycluster`, ")
-        parts.append("a4-highgpu-8g.\n\n" + _fields(guide, own))
+        parts.append(f"\n## The {title}\n\nposttrain: `{kind}. " + _fields(guide, own, absent))
+    reasons = [(", ".join(dict.fromkeys(names)), why) for why, names in absent.items()]
+    parts.append("\n## Fields that are not rendered\n\n" + _table(("field", "why"), reasons))
     return "".join(parts)
+
+
+_RAY = "scheduler.kind: raycluster`, a4-highgpu-8g"
+
+
+def manifest_errors() -> str:
+    """The errors of the manifests that the guides print, as `posttrain launch check` reports them."""
+    rows = [
+        (f"`{path.name}`", f"`{error.rule}`", f"`{error.path}`", error.message)
+        for path in sorted(MANIFESTS.glob("printed-*.yaml"))
+        for error in check_manifests(read_text(path.read_text(encoding="utf-8"), path.name)).errors
+    ]
+    return _table(("manifest", "rule", "path", "error"), rows)
+
+
+def _words(line: str) -> str:
+    """Without numbers, units of time, spaces, folders and what this run adds in brackets."""
+    words = re.sub(r"[^\s`]*[/…][^\s`]*", "PATH", line)
+    words = re.sub(r"\d[\d.,]*\s*(?:ms|s|%)?", "0", words.replace("/gpu", "/device"))
+    return re.sub(r"[\s=]+|\(0\)", "", words)
 
 
 def _command(row: dict[str, Any]) -> str:
     if "run" in row:
         return "posttrain " + " ".join(row["run"])
-    return f"examples/seeds/{row['seed']}.sh: {row['command']}"
+    return str(row["command"])
 
 
-def _seen(known: dict[str, list[str]], seed: str, name: str) -> tuple[str, str]:
-    line, day = known[f"{seed} {name}"]
-    return _code(line), day
+def _seen(known: dict[str, list[str]], seed: str, name: str) -> str:
+    return _code(_shown(known[f"{seed} {name}"][0]))
+
+
+def _shown(line: str) -> str:
+    return line if len(line) <= _LONGEST_SHOWN else line[: _LONGEST_SHOWN - 1] + "…"
 
 
 def _code(text: str) -> str:
@@ -117,9 +154,7 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def guide_job() -> Any:
-    text = (TESTS.parent / "docs" / "seeds" / "manifests.md").read_text(encoding="utf-8")
-    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml as-printed\n(.*?)```", text, re.DOTALL)]
-    return next(block for block in blocks if block["metadata"]["name"] == "techpulse-grpo-training")
+    return yaml.safe_load((MANIFESTS / "printed-indexed-job.yaml").read_text(encoding="utf-8"))
 
 
 def _guide_values() -> Any:
@@ -186,16 +221,27 @@ def _name(item: Any, index: int, path: str) -> object:
     return item.get("mountPath") or item.get("name") or item.get("key") or index
 
 
-def _fields(guide: Any, ours: Any) -> str:
-    """Every field of the guide, with what is rendered at the same place."""
-    found, rows = flat(ours), []
+def _fields(guide: Any, ours: Any, absent: dict[str, list[str]]) -> str:
+    """How many fields of the guide are the same, and those that differ. Adds those not rendered by reason."""
+    found, same, num_absent, rows = flat(ours), 0, 0, dict[tuple[str, str], list[str]]()
     for path, printed in flat(guide).items():
         if re.search(r"\[\S+\]\.(name|mountPath|key)$", path):
             continue  # in the path itself
         mine = found.get(path)
-        own = f"– {why_absent(path)}" if mine is None else "the same" if mine == printed else _code(_short(mine))
-        rows.append((_code(path), _code(_short(printed)), own))
-    return _table(("field", "the guide", "posttrain"), rows)
+        short = _code(re.sub(r"^(headGroupSpec\.)?(spec\.)?(template\.)?(spec\.)?(containers\[0\]\.)?", "", path))
+        if mine is None:
+            absent.setdefault(why_absent(path), []).append(short)
+            num_absent += 1
+        elif mine == printed:
+            same += 1
+        else:
+            rows.setdefault((_shown(_short(printed)), _shown(_short(mine))), []).append(short)
+    differ = sum(map(len, rows.values()))
+    lines = [(", ".join(names), _code(printed), _code(mine)) for (printed, mine), names in rows.items()]
+    return (
+        f"Of {same + differ + num_absent} fields {same} are the same, {num_absent} are not rendered ([below]"
+        "(#fields-that-are-not-rendered)), the others:\n\n" + _table(("field", "the guide", "posttrain"), lines)
+    )
 
 
 def why_absent(path: str) -> str:

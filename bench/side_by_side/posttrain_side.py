@@ -67,8 +67,8 @@ class WatchedAlgorithm:
         self.pairs: WatchedPairs | None = None
         self.algorithm: Algorithm
         if isinstance(algorithm, Dpo):
-            self.pairs = WatchedPairs(algorithm.pairs)
-            self.algorithm = replace(algorithm, policy=self.policy, pairs=self.pairs)
+            self.pairs = WatchedPairs(algorithm.rows)
+            self.algorithm = replace(algorithm, policy=self.policy, rows=self.pairs)
         else:
             self.algorithm = replace(algorithm, policy=self.policy)
         self.steps: list[StepTime] = []

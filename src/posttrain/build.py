@@ -44,6 +44,7 @@ from posttrain.reporting.recorder import RunRecorder
 from posttrain.reporting.rows import Hardware
 from posttrain.reporting.run_files import append_log
 from posttrain.reporting.token_files import token_pieces
+from posttrain.reporting.wording import short_model_name
 from posttrain.roles import RoundEngine, WeightSync
 
 # Short description of a run's memory and time, given device name and number of steps; empty if unknown.
@@ -138,7 +139,7 @@ class TrainingRun:
         if max_steps < 1:
             left_out = "".join(f"; {count} left out: {reason}" for reason, count in train.dropped.items())
             raise DataError(
-                f"data.train has {len(train)} usable {recipe.unit}, fewer than the {per_step} of one step{left_out}; "
+                f"data.train has {len(train)} usable {prepared.unit}, fewer than the {per_step} of one step{left_out}; "
                 "give more data, a smaller step, or more epochs (max_num_epochs)"
             )
         self._settle_schedule(max_steps)
@@ -150,7 +151,6 @@ class TrainingRun:
             config,
             prepared,
             facts,
-            unit=recipe.unit,
             num_devices=config.cluster.num_workers,
             max_steps=max_steps,
             planned=self._plan(config, facts.device_name, max_steps) if self._plan is not None else "",
@@ -318,7 +318,7 @@ class TrainingRun:
                 quiet=self.quiet,
                 verbose=self.verbose,
                 header=header,
-                title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
+                title=self.title or f"{self.config.kind.upper()} of {short_model_name(config.policy.model_name)}",
                 num_val_samples_to_print=config.logger.num_val_samples_to_print,
                 device_word="GPU" if on_gpu else "device",
                 refit_remark=refit,

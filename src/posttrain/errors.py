@@ -105,6 +105,7 @@ def near_path(path: Path) -> str:
     except OSError:
         return ""
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    close = close or sorted(name for name in names if path.name and name.startswith(f"{path.name}-"))
     meant = path.parent / close[0] / rest if close else path
     return f" (did you mean {printable(str(meant))!r}?)" if os.path.exists(meant) else ""
 

@@ -98,7 +98,9 @@ class TrainingLoop:
 
     def _validation_after(self, step: int) -> tuple[StepReport | None, bool]:
         """The validation of a step, and whether a due validation is skipped because the run stops."""
-        if not self._is_validation_due(step):
+        settings = self.settings
+        is_periodic = settings.val_period > 0 and step % settings.val_period == 0 and step >= settings.val_start_at
+        if not is_periodic and not (step == settings.max_steps and settings.val_at_end):
             return None, False
         if self.interruption.is_asked():
             return None, True
@@ -142,11 +144,6 @@ class TrainingLoop:
         ):
             return Ending("threshold", f"{name} reached {value:g}, at least the threshold {threshold:g}")
         return None
-
-    def _is_validation_due(self, step: int) -> bool:
-        settings = self.settings
-        periodic = settings.val_period > 0 and step % settings.val_period == 0 and step >= settings.val_start_at
-        return periodic or (step == settings.max_steps and settings.val_at_end)
 
     def _validate(self, step: int) -> StepReport | None:
         self.recorder.stage(f"Starting validation at step {step}")

@@ -60,7 +60,6 @@ class ReferencePolicy(Protocol):
 
     def reference_fingerprint(self) -> str:
         """A digest of everything that determines `reference_logprobs`, whatever the number of ranks."""
-        ...
 
 
 class Trainer(ReferencePolicy, Protocol):
@@ -83,22 +82,18 @@ class Trainer(ReferencePolicy, Protocol):
 
     def save_obstacle(self, *, optimizer: bool) -> str:
         """Why `begin_save` cannot be used; empty if it can. Call it after the first update."""
-        ...
 
     def prepare_save(self, *, optimizer: bool) -> bool:
         """Allocate memory for `begin_save` ahead of time. True once all ranks have it; call again until then."""
-        ...
 
     def begin_save(self, folder: Path, *, optimizer: bool) -> Callable[[Callable[[], bool]], None]:
         """Copy the state as it is now. Returns the function that writes it, for a background thread.
 
         Its argument returns True once the run has failed, so that waiting for other ranks ends.
         """
-        ...
 
     def take_save_wait_s(self) -> float:
         """Seconds that updates have waited for copies of `begin_save` since the last call; of the slowest rank."""
-        ...
 
 
 class Engine(Protocol):
@@ -125,7 +120,6 @@ class KeepsPrefixes(Protocol):
         """Begin or end to keep it. Nothing that was computed before this call is reused after it. Returns what was
         prefilled since the last call; None if that is unknown.
         """
-        ...
 
 
 class RoundEngine(Engine, Protocol):
@@ -141,7 +135,6 @@ class RoundEngine(Engine, Protocol):
     ) -> list[OpenGroup]:
         """The groups, in order, with more tokens: their `Unfinished` answers continue where they were, until `quota` is
         met, or to their ends if there is none. `versions` are as given."""
-        ...
 
 
 UNKNOWN_VERSION = -1  # of weights that an engine took before any were published
@@ -156,7 +149,6 @@ class RankEngine(RoundEngine, KeepsPrefixes, Protocol):
     @property
     def has_weights(self) -> bool:
         """Whether it can sample. If not, `take_weights` comes first."""
-        ...
 
     def take_weights(self, version: int) -> None:
         """Sample from here on with the trainer's weights as they are now. Collective on sharded ranks."""
@@ -196,7 +188,6 @@ class RolloutSource(Protocol):
 
         In validation `step` is the last finished one, 0 before training; in an evaluation it is 0.
         """
-        ...
 
 
 class Stateful(Protocol):
@@ -239,11 +230,9 @@ class Recorder(Protocol):
 
     def record_save(self, step: int, seconds: float, tokenizer: str) -> None:
         """A checkpoint of `step` blocked the run for `seconds`; its tokenizer is in the folder `tokenizer`."""
-        ...
 
     def reason_to_stop(self) -> str | None:
         """A problem, found in the latest step, for which the user wants the run to stop; None: there is none."""
-        ...
 
     def record_validation(self, step: int, validation: StepReport) -> None:
         """A validation that comes without its training step: the one before training, or one that is made up for."""
@@ -254,7 +243,6 @@ class Recorder(Protocol):
 
         `is_stopped`: it was asked to stop, and goes on when it is started again, also after its last step.
         """
-        ...
 
     def progress(self, label: str, total: int) -> AbstractContextManager[Progress]: ...
 
@@ -277,15 +265,12 @@ class Saver(Protocol):
     @property
     def owes_validation(self) -> bool:
         """The run was stopped before a validation that was due after the step that it resumes from."""
-        ...
 
     def resume(self) -> int:
         """Load the newest complete checkpoint. Returns the step it was saved after, or 0."""
-        ...
 
     def with_timings(self, report: StepReport) -> StepReport:
         """The report with the time that saving has blocked the run since the last call."""
-        ...
 
     def note_validation(self) -> None:
         """The run validates: a checkpoint without a validation, which cannot be ranked by it, gets a warning."""
@@ -306,7 +291,6 @@ class Saver(Protocol):
 
         `finished` is None if the step after `step` was begun and left undone.
         """
-        ...
 
     def abandon(self, error: Exception) -> None:
         """The run failed. Finish the checkpoint that is being written if possible; note on `error` if it is lost."""

@@ -75,12 +75,14 @@ def _prepared(load: Load, *, accept_changes: bool, restart: bool) -> PreparedFol
 def fitted(load: Load) -> Load:
     """`load`, with settings that the user has not set chosen by the machine and by the data.
 
-    The columns of a file are guessed, and a run on CPUs computes in float32: bfloat16 is slower there.
+    The columns of a file are guessed, a reward with TRL's signature gets messages where the prompts are messages, and
+    a run on CPUs computes in float32: bfloat16 is slower there.
     """
 
     def loaded(extra: Sequence[str]) -> LoadedConfig[RunConfig]:
         from posttrain.config.tree import DEFAULT
-        from posttrain.data.columns import guessed_columns, named_columns
+        from posttrain.data.columns import asks_in_messages, guessed_columns, named_columns
+        from posttrain.environments.python_function import is_written_for_batches
 
         found = load(extra)
         config, words, notes = found.config, [], []
@@ -93,6 +95,13 @@ def fitted(load: Load) -> Load:
             if columns := guessed_columns(found.kind, entry.filled_from(config.data.default)):
                 notes.append(named_columns(f"data.{name}", columns))
                 words += [f"data.{name}.{key}={json.dumps(column)}" for key, column in columns.items()]
+        for name, environment in getattr(config, "environments", {}).items():
+            function, extras = environment.function, environment.model_extra or {}
+            if function is None or "as_messages" in extras or not is_written_for_batches(function, Path.cwd()):
+                continue
+            if any(asks_in_messages(entry.filled_from(config.data.default)) for entry in config.data.train_sets()):
+                notes.append(f"env.{name}: prompts are messages, so {function} gets messages (env.{name}.as_messages)")
+                words.append(f"env.{name}.as_messages=true")
         again = load([*extra, *words]) if words else found
         return replace(again, warnings=[*again.warnings, *notes])
 
@@ -159,12 +168,13 @@ def _train(
 
 
 def _refuse_missing(config: RunConfig) -> None:
-    """A model or a file of data that is not there, or a first row without a prompt, before torch and transformers are
-    imported: it takes seconds."""
+    """A model, a file of data or a function that is not there, or a first row without a prompt, before torch and
+    transformers are imported: it takes seconds."""
     from posttrain.data.columns import check_first_row
     from posttrain.data.errors import DataError
     from posttrain.data.named_datasets import check_dataset_names, named_path
     from posttrain.data.sources import not_found
+    from posttrain.environments.python_function import why_absent
     from posttrain.models.hub import why_unavailable
 
     if (reason := why_unavailable(config.policy.model_name)) is not None:
@@ -177,6 +187,11 @@ def _refuse_missing(config: RunConfig) -> None:
         if path and not is_pattern and not Path(path).expanduser().exists():
             raise DataError(not_found(path))
         check_first_row(config.kind, entry)
+    for name, environment in getattr(config, "environments", {}).items():
+        for key in ("function", "agent"):
+            given = getattr(environment, key)
+            if isinstance(given, str) and (reason := why_absent(given, Path.cwd())) is not None:
+                raise InputError(f"env.{name}.{key} is {given!r}: {reason}")
 
 
 def refuse_missing_model(text: str) -> None:

@@ -177,7 +177,6 @@ class OpenAnswer(Protocol):
     @property
     def num_sampled(self) -> int:
         """Tokens that the model wrote."""
-        ...
 
     @property
     def is_finished(self) -> bool: ...
@@ -374,24 +373,24 @@ class TokenBatch:
         prompts: Sequence[Sequence[int]],
         responses: Sequence[Sequence[int]],
         prompt_of: Sequence[int],
-        columns: Mapping[str, Tensor],
+        columns: Mapping[str, Tensor] | None = None,
         images: Sequence[tuple[ImageRef, ...]] = (),
     ) -> TokenBatch:
-        """A whole optimizer batch: the denominators are counted here, from `mask`."""
-        lengths = [len(response) for response in responses]
-        mask = columns["mask"]
-        assert all(len(column) == sum(lengths) for column in columns.values()), "one value per response token"
-        trained = [float(part.sum()) > 0 for part in mask.split(lengths)] if lengths else []
-        return cls(
+        """A whole optimizer batch: the denominators are counted here, from `mask`; without one all tokens count."""
+        total = sum(map(len, responses))
+        columns = {**({} if columns and "mask" in columns else {"mask": torch.ones(total)}), **(columns or {})}
+        assert all(len(column) == total for column in columns.values()), "one value per response token"
+        batch = cls(
             prompts=tuple(torch.as_tensor(prompt, dtype=torch.long) for prompt in prompts),
             responses=tuple(torch.as_tensor(response, dtype=torch.long) for response in responses),
             prompt_of=tuple(prompt_of),
-            columns=dict(columns),
-            num_tokens=float(mask.sum()),
-            num_sequences=float(sum(trained)),
-            num_computed_tokens=float(mask.sum()),
+            columns=columns,
+            num_tokens=0.0,
+            num_sequences=0.0,
+            num_computed_tokens=0.0,
             prompt_images=tuple(images) if any(images) else (),
         )
+        return batch._recounted()
 
     @property
     def response_lengths(self) -> list[int]:
@@ -429,11 +428,12 @@ class TokenBatch:
             prompt_routes=tuple(self.prompt_routes[prompt] for prompt in prompt_rows) if self.prompt_routes else (),
             prompt_images=tuple(self.prompt_images[prompt] for prompt in prompt_rows) if self.prompt_images else (),
         )
-        if not recount:
-            return chosen
-        trained = [float(part.sum()) > 0 for part in chosen.column_parts("mask")] if rows else []
-        count = float(columns["mask"].sum())
-        return replace(chosen, num_tokens=count, num_sequences=float(sum(trained)), num_computed_tokens=count)
+        return chosen._recounted() if recount else chosen
+
+    def _recounted(self) -> TokenBatch:
+        trained = [float(part.sum()) > 0 for part in self.column_parts("mask")] if self.responses else []
+        count = float(self.columns["mask"].sum())
+        return replace(self, num_tokens=count, num_sequences=float(sum(trained)), num_computed_tokens=count)
 
     def only(self, rows: Sequence[int]) -> TokenBatch:
         """The same optimizer batch, of which only `rows` are computed: the loss keeps its denominators."""

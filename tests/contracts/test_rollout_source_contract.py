@@ -15,9 +15,8 @@ from posttrain.environments.turns.interface import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome
 from posttrain.roles import Progress, RolloutSource
 from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
-from posttrain.rollouts.fresh import FreshRollouts
+from posttrain.rollouts.fresh import FreshRollouts, RecordedRollouts
 from posttrain.rollouts.multi_turn import MultiTurnRollouts
-from posttrain.rollouts.recorded import RecordedRollouts
 from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
 from posttrain.rollouts.turn_prompts import NextTurn
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Rollout, Sampling, Score, Task

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fakes import Events, FakeRecorder, FakeSaver, FakeStream, FakeTrainer
 
 from posttrain.checkpointing import CheckpointStore
-from posttrain.checkpointing.save_and_resume import CheckpointSaver, SaverSettings
+from posttrain.checkpointing.save_and_resume import CheckpointSaver, CopyRule, SaverSettings
 from posttrain.roles import Saver
 from posttrain.types import StepReport
 
@@ -83,3 +85,20 @@ def test_a_failed_run_keeps_its_error(new_saver: Callable[[], Saver]) -> None:
     assert str(error) == "the step failed"
     assert not hasattr(error, "__notes__"), "the checkpoint that was being written is complete"
     assert new_saver().resume() == 2
+
+
+def test_a_copy_is_weighed_against_each_second_of_training_once(tmp_path: Path) -> None:
+    weighed: list[float] = []
+
+    class Rule(CopyRule):
+        def reason_against(self, *, save_s: float, saved_bytes: int, trained_s: float, blocks: bool) -> str:
+            weighed.append(trained_s)
+            return "no"
+
+    saver = checkpoints(tmp_path, in_background=False)
+    assert isinstance(saver, CheckpointSaver)
+    saver.export, saver.copy_rule = Mock(), Rule(by_cost=True, model_bytes=1)
+    stages = {"prepare_for_generation/total": 2.0, "prepare_for_generation/transfer": 1.0, "generation": 5.0}
+    saver.after_step(1, replace(REPORT, timings_s={**stages, "total_step_time": 8.0}), None, is_last=False)
+    saver.after_step(2, replace(REPORT, timings_s={"generation": 3.0, "checkpointing": 9.0}), None, is_last=True)
+    assert weighed == [8.0 + 3.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -17,6 +16,12 @@ from faults.lab import Lab
 ROWS, SHORT_ROWS = 1_000_000, 20_000
 PER_PROMPT = 4
 MAX_BYTES = 1 << 30  # resident, imports included
+# Starts a command and prints the most memory that it had, in KiB. In a small process of its own: what starts a process
+# counts to the memory of that process.
+_MEASURED = (
+    "import resource, subprocess, sys; code = subprocess.run(sys.argv[1:], stdout=sys.stderr).returncode; "
+    "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(code)"
+)
 
 
 def cases(lab: Lab, short: bool) -> Iterable[Case]:
@@ -40,14 +45,13 @@ def traces(folder: Path, count: int) -> Path:
 def bounded(lab: Lab, command: list[str], rows: int, folder: Path, chance: random.Random) -> None:
     file = lab.shared(f"traces-{rows}", partial(traces, count=rows))
     name, last = command
-    words = [sys.executable, "-m", "posttrain", "data", name, str(file), last]
+    words = [sys.executable, "-c", _MEASURED, sys.executable, "-m", "posttrain", "data", name, str(file), last]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(words, cwd=folder, stdout=log, stderr=log)
-        _, status, used = os.wait4(process.pid, 0)  # of this process alone
-    process.returncode = os.waitstatus_to_exitcode(status)
+        done = subprocess.run(words, cwd=folder, stdout=subprocess.PIPE, stderr=log)
     output = (folder / "log").read_text(errors="replace")
-    assert process.returncode == 0, output[-2000:]
-    assert used.ru_maxrss << 10 <= MAX_BYTES, f"{used.ru_maxrss >> 10} MiB"
+    assert done.returncode == 0, output[-2000:]
+    used = int(done.stdout) << 10
+    assert used <= MAX_BYTES, f"{used >> 20} MiB"
     if name == "inspect":
         assert f"{rows}" in output, output[-2000:]
     else:

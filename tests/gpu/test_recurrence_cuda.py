@@ -1,8 +1,7 @@
 """The kernels of recurrent layers on a GPU: against float64, and in models that sample and train.
 
 Packed rows with widths for which the kernels are used (`KERNEL_WIDTHS`), and others in processes of their own
-(`UNPROVEN`): a fault of one ends its process. A width whose cases pass with both solvers may join `KERNEL_WIDTHS`.
-Joined blocks may become the default (`SOLVER_LEVELS`) when all pass with them.
+(`UNPROVEN`): a fault of one ends its process. A width whose cases pass may join `KERNEL_WIDTHS`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ SMALL = Heads(2, 4, 8, 8)
 ODD = Heads(1, 3, 72, 40)
 HEADS = [QWEN, NEMOTRON, GRANITE]
 UNPROVEN = [SMALL, ODD, Heads(2, 4, 32, 32), Heads(2, 4, 96, 96), Heads(1, 4, 16, 64, corrects=False)]
-SOLVERS = {"substitution": 0, "joined blocks": 3}
 # Lengths of pieces, and what they follow: several answers to a prompt, and a turn that goes on.
 ROWS = [([1, 63, 64, 65, 130], [None] * 5), ([900], [None]), ([100, 200, 1, 64, 70], [None, 0, 0, 0, 1])]
 # Largest and mean error of a tensor, in parts of its largest and its mean number.
@@ -68,21 +66,17 @@ def test_a_packed_row_and_its_gradients(
     assert_recurs(lengths, follows, heads, dtype, TOLERANCE[dtype], unit=heads.corrects, device="cuda", steps=False)
 
 
-def case_by_itself(heads: Heads, levels: int) -> None:
+def case_by_itself(heads: Heads) -> None:
     """In a process of its own. Both types, all rows."""
-    from posttrain.policy.fused import recurrence
-
-    recurrence.SOLVER_LEVELS = levels
     for dtype, tolerance in TOLERANCE.items():
         for lengths, follows in ROWS:
             assert_recurs(lengths, follows, heads, dtype, tolerance, unit=heads.corrects, device="cuda", steps=False)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("heads", [*HEADS, *UNPROVEN], ids=str)
-def test_every_width_with_both_solvers(heads: Heads, solver: str) -> None:
+def test_every_width(heads: Heads) -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        process.submit(case_by_itself, heads, SOLVERS[solver]).result(timeout=300)
+        process.submit(case_by_itself, heads).result(timeout=300)
 
 
 def test_keys_that_repeat() -> None:
@@ -96,7 +90,7 @@ def test_keys_that_repeat() -> None:
     given = [x.cuda() for x in (query, key, value, torch.full((128, 4), -1e-4), torch.full((128, 4), 0.99))]
     packed = PackedRecurrence([RowPiece(0, 128)], torch.device("cuda"))
     out, _ = recurrence.recur(packed.chunks, *given, None, unit=True)
-    expected, _ = packed.recur(*(x.double() for x in given), unit=True)
+    expected, _ = packed.recur(*(x.double() for x in given), None, unit=True)
     assert (out - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 

@@ -79,14 +79,15 @@ def test_inspect_finds_what_the_data_sets_say_of_themselves(
 
 
 def test_pairs_of_all_traces_can_be_trained_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from posttrain.data.preference_shapes import PreferenceKeys, read_preference
+    from posttrain.data.named_datasets import PREFERENCE_DATASETS
+    from posttrain.data.preference_shapes import read_preference
     from posttrain.data.sources import read_local
 
     for form in ("aligner", "trl"):
         out = tmp_path / f"{form}.jsonl"
         found = numbers(capsys, "pairs", shared("traces"), out, "--format", form)
         assert found["pairs"]["pairs"] == 587
-        read = [read_preference(row, PreferenceKeys()) for row in read_local(str(out))]
+        read = [read_preference(row, PREFERENCE_DATASETS[0]) for row in read_local(str(out))]
         assert len(read) == found["lines"] == (585 if form == "aligner" else 587)
         single = [said for said in read if not said.problem]
         assert len(single) >= 585

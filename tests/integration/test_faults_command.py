@@ -1,5 +1,7 @@
 """`posttrain faults`: a run that is killed equals one that is not, and a difference is found."""
 
+import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,15 @@ def test_a_killed_run_is_equal_and_a_changed_weight_is_found(
     weights[name] = torch.nextafter(weights[name], weights[name] + 1)
     save_file(weights, file, metadata={"format": "pt"})
     assert kills._differences(whole, killed, rows, rows, 6) == ["final weights"]
+
+
+def test_a_run_that_ends_before_it_is_killed_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kills, "SHORTEST_S", 600.0)
+    log = tmp_path / "x-killed.log"
+    works = [sys.executable, "-c", "print('ran')"]
+    assert kills._both("x", works, works, tmp_path, 3, random.Random(0)) == 0
+    assert log.read_text() == "ran\n"
+    with pytest.raises(SystemExit, match=r"ended with .*64.*; see .*x-killed\.log"):
+        kills._both("x", works, [sys.executable, "-c", "raise SystemExit(64)"], tmp_path, 3, random.Random(0))

@@ -14,10 +14,10 @@ import pytest
 import tiny_runs
 from tiny_runs import assert_resumes, assert_same_curves, grpo, rows_of, run, save_data, weights_of
 
-from posttrain.apps.demo.calculator import build_model, write_data
 from posttrain.apps.evaluate.results import read_evaluation
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+REPOSITORY = Path(__file__).parents[2]
+CONFIGS = REPOSITORY / "configs"
 
 
 def groups_of(path: Path) -> list[dict[str, Any]]:
@@ -30,6 +30,9 @@ def groups_of(path: Path) -> list[dict[str, Any]]:
 
 def test_a_model_learns_to_ask_the_calculator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """configs/sft_calculator.yaml and grpo_calculator.yaml as they are, with fewer prompts and steps of GRPO."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
+    from calculator_task import build_model, write_data
+
     monkeypatch.chdir(tmp_path)
     folder = Path("results/calculator")
     build_model(folder / "model", seed=1)

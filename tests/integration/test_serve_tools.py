@@ -384,12 +384,14 @@ def test_tokenize_and_detokenize(server: RunningServer, tokenizer: Any) -> None:
         prompt = ToolChat(ChatFormat(tokenizer)).render(ASKED, [TIME])
         assert http.post("/detokenize", json={"tokens": chat["tokens"]}).json() == {"prompt": prompt}
         assert len(chat["token_strs"]) == chat["count"]
+        assert http.post("/tokenize", json={"prompt": "messages"}).json()["count"] == 8
         styled = {"messages": ASKED, "chat_template_kwargs": {"style": "calm"}}
         ids = http.post("/tokenize", json=styled).json()["tokens"]
         assert tokenizer.decode(ids).endswith("(calm)")
         for path, body, param in (
             ("/tokenize", {"prompt": 5}, "prompt"),
             ("/tokenize", {"prompt": "a", "truncate": 1}, "truncate"),
+            ("/tokenize", 5, None),
             ("/tokenize", {"messages": ASKED, "add_generation_prompt": False}, "add_generation_prompt"),
             ("/detokenize", {"tokens": [10**6]}, "tokens"),
             ("/detokenize", {"tokens": [-1]}, "tokens.0"),

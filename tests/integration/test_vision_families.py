@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import pytest
@@ -98,6 +99,41 @@ def test_asynchronous_rounds_on_images(model: Path, data: Path, trained: Path, t
     assert run(rounds(tmp_path / "aged", 2, *aged)) == 0
     assert max(steps_of(tmp_path / "aged", "train/trajectory_age_max")) > 0
     assert_resumes(lambda folder: rounds(folder, 2, *aged), tmp_path / "aged", tmp_path / "resumed", 4)
+
+
+AGAIN = """
+from posttrain.environments.turns import ToolEnvironment, Turn
+
+
+class Again(ToolEnvironment):
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+    def reset(self, task):
+        return 0
+
+    def call(self, state, name, arguments): ...
+
+    def step(self, state, response):
+        reward = sum(ord(c) % 2 for c in response) / max(1, len(response))
+        return Turn(state + 1, f"again {state}", reward=reward, done=state == 2)
+"""
+
+
+@pytest.mark.full
+def test_conversations_about_images(model: Path, data: Path, tmp_path: Path) -> None:
+    """Several turns after a prompt with images: each token is computed once, and is the trainer's."""
+    (tmp_path / "again.py").write_text(AGAIN)
+    folder = tmp_path / "run"
+    words = [word for word in grpo_command(model, data, folder) if not word.startswith("env.mine")]
+    turns = [f"env.mine={{turns: {tmp_path / 'again.py:Again'}}}", "grpo.max_rollout_turns=3"]
+    # A turn that is cut off is the last one: most of these end at a letter.
+    lengths = ["policy.max_total_sequence_length=480", "policy.generation.max_new_tokens=24"]
+    assert run([*words, *turns, *lengths, f"policy.generation.stop_strings={[*ascii_letters]}"]) == 0
+    for row in rows_of(folder):
+        assert row["train/turns"] > 1.5
+        assert row["train/unscored"] == 0
+        assert row["train/token_mult_prob_error"] <= 1.000001
+        assert row["train/prefill_tokens_reused"] > row["train/prefill_tokens_computed"]
 
 
 @pytest.mark.full

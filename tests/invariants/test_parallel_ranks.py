@@ -19,7 +19,8 @@ from parallel_ranks import source_of
 from torch import Tensor
 
 PROGRAM = Path(__file__).parents[1] / "parallel_ranks.py"
-EXACT, FLOAT32 = 1e-12, 5e-6
+EXACT = 1e-12
+FLOAT32 = 2e-5  # of numbers of order 1 to 10, which each CPU adds up in an order of its own; float64 holds the algebra
 
 # What is compared with the first of each list.
 QUICK = ["llama/grpo/float64/dp1", "llama/grpo/float64/tp2", "llama/grpo/float64/cp2"]

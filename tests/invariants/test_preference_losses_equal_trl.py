@@ -351,8 +351,8 @@ class TwoModels:
 def prepared(kind: Kind, answers: list[Judged], seed: int) -> tuple[TokenBatch, dict[str, float]]:
     """The batch as the algorithm hands it to the policy's update."""
     models: Any = TwoModels(kind, seed)
-    step = Kto(len(answers), 64, KtoLoss(DpoConfig()), models, models, models)
-    return step._with_reference(judged_batch(answers), 1, StageClock(), keep_mismatches=False)
+    step = Kto(len(answers), KtoLoss(DpoConfig()), models, models, reference=models, max_total_tokens=64)
+    return step._prepared(judged_batch(answers), 1, StageClock(), validates=False)
 
 
 @pytest.mark.parametrize(("seed", "good", "bad"), [(1, 1.0, 1.0), (2, 1.3, 0.6), (3, 0.6, 1.3)])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 import posttrain
 from posttrain.config import load_config
-from posttrain.environments.python_function import named_arguments
+from posttrain.environments.python_function import named_arguments, why_absent
 from posttrain.errors import InputError
 from posttrain.reporting import machines
-from posttrain.run import fitted
+from posttrain.run import _refuse_missing, fitted
 
 
 def loaded(*words: str, kind: str = "grpo"):  # type: ignore[no-untyped-def]
@@ -72,6 +73,55 @@ def test_columns_of_a_file_are_guessed_and_said(tmp_path: Path, gpus: list[objec
     assert not any("taken as" in line for line in usual.warnings)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "parameters", "words", "expected"),
+    [
+        ([{"role": "user", "content": "1+1?"}], "completions, answer, **kwargs", [], True),
+        ("1+1?", "completions, answer, **kwargs", [], None),
+        ([{"role": "user", "content": "1+1?"}], "response", [], None),
+        ([{"role": "user", "content": "1+1?"}], "completions", ["env.reward.as_messages=false"], False),
+    ],
+)
+def test_a_reward_for_trl_gets_messages_where_prompts_are_messages(
+    prompt: object,
+    parameters: str,
+    words: list[str],
+    expected: bool | None,
+    tmp_path: Path,
+    gpus: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
+    Path("r.py").write_text(f"def r({parameters}): ...\n")
+    found = loaded("data=rows.jsonl", "reward=r.py:r", *words)
+    assert (found.config.env["reward"].model_extra or {}).get("as_messages") is expected
+    assert any("gets messages" in line for line in found.warnings) == (expected is True)
+
+
+@pytest.mark.parametrize(
+    ("text", "spec", "reason"),
+    [
+        (
+            "def right(response): ...\ndef _no(): ...\n",
+            "r.py:wrong",
+            "r.py has no 'wrong'; the functions it has: right",
+        ),
+        ("from others import *\n", "r.py:wrong", None),  # it may come from there
+        ("right = wrong = len\n", "r.py:wrong", None),
+        ("", "s.py:right", "there is no file .*s.py .did you mean '.*rr.py'"),
+        ("", "package.module:right", None),
+    ],
+)
+def test_a_function_that_is_not_there_is_found_without_import(
+    text: str, spec: str, reason: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "rr.py").write_text(text)
+    (tmp_path / "r.py").write_text(text)
+    found = why_absent(spec.replace("s.py", "rrr.py"), tmp_path)
+    assert found is None if reason is None else found is not None and re.match(reason.replace("s.py", "rrr.py"), found)
+
+
 def test_arguments_of_a_reward_by_position_are_named(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def r(a, b, c): ...\ndef s(response): ...\nimport nothing_of_this_name\n")
     assert named_arguments("r.py:r", tmp_path) == "r (a, b, c are taken as prompt, response, reference)"
@@ -84,3 +134,15 @@ def test_a_call_that_is_refused_leaves_no_folder_behind(tmp_path: Path, monkeypa
     with pytest.raises(InputError, match="none"):
         posttrain.grpo(tmp_path / "none", [{"input": "1", "output": "2"}], reward=lambda response: 1.0, steps=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_functions_that_the_run_uses_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[object]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps({"input": "1+1?", "output": "2"}) + "\n")
+    Path("model").mkdir()
+    words = ["model=model", "data=rows.jsonl", "env.mine.function=absent.py:f"]
+    _refuse_missing(loaded(*words, "data.train.env_name=math").config)
+    with pytest.raises(InputError, match=r"env\.mine\.function is 'absent\.py:f': there is no file"):
+        _refuse_missing(loaded(*words, "data.train.env_name=mine").config)

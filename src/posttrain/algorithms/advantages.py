@@ -218,15 +218,6 @@ def _grpo(options: AdvEstimatorConfig, spread: Spread) -> GroupAdvantages:
     return _group(options, spread, options.normalize_rewards, options.use_leave_one_out_baseline)
 
 
-def _gdpo(options: AdvEstimatorConfig, spread: Spread) -> Estimator:
-    weights = tuple(options.reward_weights) if options.reward_weights is not None else None
-    return AdvantagesPerReward(_grpo(options, spread), weights)
-
-
-def _reinforce_plus_plus(options: AdvEstimatorConfig, spread: Spread) -> Estimator:
-    return _group(options, spread, False, False) if options.minus_baseline else NoBaseline()
-
-
 ESTIMATORS: Mapping[str, EstimatorForm] = {
     "grpo": EstimatorForm(_grpo),
     "rloo": EstimatorForm(lambda options, spread: _group(options, spread, False, True)),
@@ -234,7 +225,7 @@ ESTIMATORS: Mapping[str, EstimatorForm] = {
         lambda options, spread: _group(options, spread, False, False), loss_normalizer="max_tokens"
     ),
     "reinforce_plus_plus": EstimatorForm(
-        _reinforce_plus_plus,
+        lambda options, spread: _group(options, spread, False, False) if options.minus_baseline else NoBaseline(),
         whiten_over="tokens",
         whiten_by=Spread(0, 1e-8, "variance_floor"),
         kl_charged_to="token",
@@ -246,7 +237,9 @@ ESTIMATORS: Mapping[str, EstimatorForm] = {
         kl_charged_to="token",
     ),
     "gdpo": EstimatorForm(
-        _gdpo,
+        lambda options, spread: AdvantagesPerReward(
+            _grpo(options, spread), None if options.reward_weights is None else tuple(options.reward_weights)
+        ),
         whiten_over="rollouts",
         whiten_by=Spread(1, 0.0, "std_plus"),
         kl_charged_to="token",

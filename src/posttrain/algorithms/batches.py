@@ -51,8 +51,9 @@ def scored_places(groups: Sequence[Group]) -> list[Place]:
 
 def rollout_batch(groups: Sequence[Group], *, overlong_filtering: bool = False) -> TokenBatch:
     """All scored rollouts of the step. Those dropped by `overlong_filtering` are masked, and count for advantages."""
-    rows = [row for _, row in scored_rows(groups)]
-    prompt_of = [(g, row.prompt_ids or groups[g].task.prompt_ids) for (g, _), row in scored_rows(groups)]
+    scored = scored_rows(groups)
+    rows = [row for _, row in scored]
+    prompt_of = [(g, row.prompt_ids or groups[g].task.prompt_ids) for (g, _), row in scored]
     index = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompt_of))}
     mask = [
         float(trained and not (overlong_filtering and row.finish_reason == "length"))
@@ -94,8 +95,7 @@ def with_routes(batch: TokenBatch, answers: Sequence[Completion]) -> TokenBatch:
 
 def of_tokens(rows: Sequence[bool], batch: TokenBatch) -> Tensor:
     """A flag of each row, repeated for its tokens."""
-    lengths = torch.tensor(batch.response_lengths, dtype=torch.long)
-    return torch.tensor(rows, dtype=torch.bool).repeat_interleave(lengths)
+    return _per_token(rows, batch.response_lengths).bool()
 
 
 def with_reference_as_behavior(batch: TokenBatch, is_recorded: Tensor) -> TokenBatch:
@@ -191,7 +191,6 @@ def pair_batch(pairs: Sequence[Pair]) -> TokenBatch:
         responses=responses,
         prompt_of=[index for index in range(len(pairs)) for _ in range(2)],
         columns={
-            "mask": torch.ones(sum(lengths)),
             "given_rewards": _per_token(rewards, lengths),
             "num_class_tokens": _per_token(num_tokens, lengths),
             **packed,
@@ -214,7 +213,6 @@ def judged_batch(answers: Sequence[Judged]) -> TokenBatch:
         responses=[answer.response_ids for answer in answers],
         prompt_of=[place[prompt] for prompt in asked],
         columns={
-            "mask": torch.ones(sum(lengths)),
             "desirable": _per_token([answer.desirable for answer in answers], lengths),
             "num_class_sequences": _per_token([len(alike[answer.desirable]) for answer in answers], lengths),
             "num_class_tokens": _per_token([sum(alike[answer.desirable]) for answer in answers], lengths),
@@ -235,7 +233,6 @@ def mismatched_batch(batch: TokenBatch, max_total_tokens: int) -> TokenBatch:
         prompts=[prompt.tolist() for prompt in batch.prompts],
         responses=responses,
         prompt_of=batch.prompt_of,
-        columns={"mask": torch.ones(sum(len(ids) for ids in responses))},
         images=batch.prompt_images,
     )
 

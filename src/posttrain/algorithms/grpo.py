@@ -89,7 +89,7 @@ class Grpo:
             groups, batch, credit_facts = self.credit(taken.groups, batch, scored_places(taken.groups))
         self.announce("Preparing for training")
         with clock("training_prep"):
-            batches = self._minibatches(batch, groups, of_tokens(self._rows_anchored_at_sampler(groups, step), batch))
+            batches = self._minibatches(batch, groups, step)
 
         # With several updates, ratios are taken against the policy before the first.
         with clock("policy_and_reference_logprobs"):
@@ -107,11 +107,12 @@ class Grpo:
         with clock("prepare_for_generation/transfer_and_update_weights"):
             self.weights.publish(step)
 
+        num_with_gradient = sum(len(batch.responses) for batch in batches)
         metrics = {
             **_mean_over_updates(updates),
             **facts,
             **credit_facts,
-            **_share_with_gradient(batches, batch),
+            **({"samples_with_gradient": num_with_gradient / len(batch.responses)} if batch.responses else {}),
             **rollout_metrics(taken.sampled or groups),
             **taken.metrics,
             "num_updates": float(len(updates)),
@@ -168,17 +169,15 @@ class Grpo:
         kl = torch.where(weights != 0, kl_estimate(log_ratio, "k3"), 0.0)
         return {"kl_to_start": float((kl * weights).sum() / weights.sum())}
 
-    def _rows_anchored_at_sampler(self, groups: Sequence[Group], step: int) -> list[bool]:
-        """Off-policy rows, whose ratio is then clipped; with importance sampling correction, recorded rows only."""
-        if self.objective.config.use_importance_sampling_correction:
-            return _recorded_rows(groups)
-        return _off_policy_rows(groups, step)
-
-    def _minibatches(self, batch: TokenBatch, groups: Sequence[Group], at_sampler: Tensor) -> list[TokenBatch]:
+    def _minibatches(self, batch: TokenBatch, groups: Sequence[Group], step: int) -> list[TokenBatch]:
+        """Off-policy rows are anchored at their sampler: their ratio is clipped; with importance sampling correction,
+        recorded rows only."""
         if not batch.responses:
             return []
+        is_corrected = self.objective.config.use_importance_sampling_correction
+        at_sampler = _recorded_rows(groups) if is_corrected else _off_policy_rows(groups, step)
         batches = minibatches(
-            batch.with_columns(at_sampler=at_sampler),
+            batch.with_columns(at_sampler=of_tokens(at_sampler, batch)),
             groups,
             self.settings.num_updates_per_step,
             with_rewarded=self.objective.config.positive_example_nll_weight != 0,
@@ -205,12 +204,6 @@ def _off_policy_rows(groups: Sequence[Group], step: int) -> list[bool]:
         not completion.logprobs or any(version != step - 1 for _, version in completion.versions)
         for completion in completions
     ]
-
-
-def _share_with_gradient(batches: Sequence[TokenBatch], whole: TokenBatch) -> dict[str, float]:
-    if not whole.responses:
-        return {}
-    return {"samples_with_gradient": sum(len(batch.responses) for batch in batches) / len(whole.responses)}
 
 
 def _mean_over_updates(updates: Sequence[UpdateReport]) -> dict[str, float]:

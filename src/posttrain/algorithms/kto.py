@@ -12,77 +12,46 @@ one that leaves the fewest with their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
-from posttrain.algorithms.batches import RowStream, judged_batch, mismatched_batch
+from posttrain.algorithms.answers import AnswerTraining
+from posttrain.algorithms.batches import judged_batch, mismatched_batch
 from posttrain.algorithms.dpo import Reference
-from posttrain.algorithms.step_reports import StageClock, batch_report, with_accuracy
-from posttrain.policy.objectives import KtoLoss
-from posttrain.roles import Trainer
-from posttrain.types import Judged, StepReport, TokenBatch
+from posttrain.algorithms.step_reports import StageClock, with_accuracy
+from posttrain.types import Judged, TokenBatch
 
 
 @dataclass(frozen=True)
-class Kto:
-    num_answers_per_step: int
-    max_total_tokens: int  # limit for a prompt with another prompt's answer
-    objective: KtoLoss
-    policy: Trainer
-    answers: RowStream[Judged]
-    reference: Reference
-    validation: Sequence[Judged] = ()
+class Kto(AnswerTraining[Judged]):
+    reference: Reference = field(kw_only=True)
+    max_total_tokens: int = field(kw_only=True)  # limit for a prompt with another prompt's answer
 
-    def step(self, step: int) -> StepReport:
-        clock = StageClock()
-        with clock("data_processing"):
-            batch = judged_batch(self.answers.take(self.num_answers_per_step))
-        # Mismatched pairs are not cached: in the next epoch the answer gets another prompt.
-        batch, measured = self._with_reference(batch, step, clock, keep_mismatches=False)
-        with clock("policy_training"):
-            update = self.policy.update(batch, self.objective)
-            self.policy.end_step()
-        return batch_report(
-            batch,
-            {**_with_margin(with_accuracy(update.metrics, batch.num_sequences), batch), **measured},
-            clock.finish(),
-        )
+    make_batch = staticmethod(judged_batch)
 
-    def validate(self, step: int) -> StepReport | None:
-        if not self.validation:
-            return None
-        clock = StageClock()
-        batch, measured = self._with_reference(judged_batch(self.validation), step, clock, keep_mismatches=True)
-        metrics = self.policy.evaluate(batch, self.objective).metrics
-        return batch_report(
-            batch,
-            {**_with_margin(with_accuracy(metrics, batch.num_sequences), batch), **measured},
-            clock.finish("total_validation_time"),
-        )
-
-    def _with_reference(
-        self, batch: TokenBatch, step: int, clock: StageClock, *, keep_mismatches: bool
+    def _prepared(
+        self, batch: TokenBatch, step: int, clock: StageClock, *, validates: bool
     ) -> tuple[TokenBatch, dict[str, float]]:
         with clock("policy_and_reference_logprobs"):
             logprobs, known = self.reference.logprobs(batch, step)
-            kl = self._baseline(batch, step, keep_mismatches)
+            # Mismatched pairs of a step are not cached: in the next epoch the answer gets another prompt.
+            kl = self._baseline(batch, step, keep=validates)
         columns = {"reference_logprobs": logprobs, "kl_baseline": torch.full_like(batch.columns["mask"], kl)}
         return batch.with_columns(**columns), {"kl": kl, "reference_cached": known}
 
-    def _baseline(self, batch: TokenBatch, step: int, keep: bool) -> float:
+    def _baseline(self, batch: TokenBatch, step: int, *, keep: bool) -> float:
         mismatched = mismatched_batch(batch, self.max_total_tokens)
         reference, _ = self.reference.logprobs(mismatched, step, keep=keep)
         differences = (self.policy.logprobs(mismatched) - reference).double()
         return max(0.0, float(differences.sum()) / len(mismatched.responses))
 
-
-def _with_margin(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]:
-    """If the batch lacks a class, its mean reward and the margin are omitted, not reported as 0."""
-    present = {"rewards_chosen_mean": 1.0, "rewards_rejected_mean": 0.0}
-    missing = [name for name, verdict in present.items() if not (batch.columns["desirable"] == verdict).any()]
-    if not missing:
-        margin = metrics["rewards_chosen_mean"] - metrics["rewards_rejected_mean"]
-        return {**metrics, "rewards_margin_mean": margin}
-    return {name: value for name, value in metrics.items() if name not in missing}
+    def _summary(self, metrics: Mapping[str, float], batch: TokenBatch) -> dict[str, float]:
+        """With the margin. If the batch lacks a class, its mean reward and the margin are left out, not 0."""
+        found = with_accuracy(metrics, batch.num_sequences)
+        present = {"rewards_chosen_mean": 1.0, "rewards_rejected_mean": 0.0}
+        missing = [name for name, verdict in present.items() if not (batch.columns["desirable"] == verdict).any()]
+        if not missing:
+            return {**found, "rewards_margin_mean": found["rewards_chosen_mean"] - found["rewards_rejected_mean"]}
+        return {name: value for name, value in found.items() if name not in missing}

@@ -179,7 +179,8 @@ class CheckpointSaver:
     def _count(self, report: StepReport, validation: StepReport | None) -> None:
         self._latest, self.owes_validation = (report, validation), False
         self.total_tokens += report.num_tokens
-        self._trained_s += sum(seconds for stage, seconds in report.timings_s.items() if stage not in _SAVING)
+        stages = (seconds for stage, seconds in report.timings_s.items() if stage not in _SAVING)
+        self._trained_s += report.timings_s.get("total_step_time") or sum(stages)
 
     def _lost_checkpoints(self) -> bool:
         """Whether the folder was deleted since the last call; if so, save now."""
@@ -358,11 +359,9 @@ class Exporter(Protocol):
 
     def __call__(self, checkpoint: Path) -> None:
         """In this process."""
-        ...
 
     def beside(self, checkpoint: Path, is_given_up: Callable[[], bool]) -> None:
         """In another process, which shares no random state, locks or GPU with training."""
-        ...
 
 
 @dataclass

@@ -22,34 +22,17 @@ if TYPE_CHECKING:
 
 KIND: str = "grpo"
 EXIT_NOT_REPEATED = 2
-EPILOG = """\
-example:
-  posttrain agents check --config grpo.yaml env.mine.agent=agent.py:solve
-
-It prints the requests of a rollout, the branches that they were put together to, and the score, and runs the rollout
-again: with an agent that then asks something else, a run cannot be repeated bit for bit.
-exit codes: 0 done · 2 the second rollout differs · 64 bad config · 65 the rollout could not be scored
-"""
-
-TASKS = """\
-example:
-  posttrain agents tasks --config grpo.yaml --env wordle --out tasks.jsonl --count 200
-
-The rows are for data.train: {dataset_name: ResponseDataset, data_path: tasks.jsonl, output_key: ""}.
-"""
 
 
 def add_arguments(parser: OverridesParser) -> None:
     commands = parser.commands()
-    check = add_command(
-        commands, "check", "run one rollout of an agent and its repetition, without training", epilog=EPILOG
-    )
+    check = add_command(commands, "check", "run one rollout of an agent and its repetition, without training")
     check.short_names = short_names(KIND)
     check.config_file("YAML file of the GRPO run")
     check.option("--task N", "which row of the training data (default: 0)", type=int, default=0)
     check.words()
     check.set_defaults(run=_check, interrupted="stopped")
-    tasks = add_command(commands, "tasks", "write the tasks of an environment as rows of data", epilog=TASKS)
+    tasks = add_command(commands, "tasks", "write the tasks of an environment as rows of data")
     tasks.short_names = short_names(KIND)
     tasks.config_file("YAML file of the GRPO run")
     tasks.option("--env NAME", "which environment under env:", required=True)

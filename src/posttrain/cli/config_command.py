@@ -12,26 +12,10 @@ from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.loader import ALL_NAMES, load_words, presets
 from posttrain.data.named_datasets import check_dataset_names
 
-SHOW_EPILOG = """\
-examples:
-  posttrain config show grpo                                    the built-in defaults
-  posttrain config show --config my.yaml grpo.seed=1            my.yaml with one value changed
-  posttrain config show ppo                                     those of grpo, with a critic
-
-A comment after a value shows where it was set, and from which expression it was computed. Values without one are
-defaults. The output is itself a valid config file.
-"""
-
-CHECK_EPILOG = """\
-Reads the file, applies the overrides and checks every key and value and the names of datasets, without loading a model
-or data. Prints "ok" and warnings; exits with 64 and an error if the config cannot be used. Whether files, models and
-reward functions exist is checked by the run itself, before it loads the model.
-"""
-
 
 def add_arguments(parser: OverridesParser) -> None:
     commands = parser.commands()
-    show = _add(commands, "show", "print every value and where it came from", SHOW_EPILOG, _show)
+    show = _add(commands, "show", "print every value and where it came from", _show)
     show.switch("--all-origins", "comment on defaults too")
     show.switch("--json", "print {key: {value, origin}} instead of YAML")
     listing = add_command(commands, "presets", "list the settings of other systems that a run can start from")
@@ -39,12 +23,12 @@ def add_arguments(parser: OverridesParser) -> None:
         "kinds", nargs="*", choices=[*TRAINING_NAMES, []], metavar="KIND", help="only for this kind of run"
     )
     listing.set_defaults(run=_list_presets)
-    _add(commands, "check", "check every key and value", CHECK_EPILOG, _check)
+    _add(commands, "check", "check every key and value", _check)
 
 
-def _add(commands: Subparsers, name: str, summary: str, epilog: str, action: Callable[..., int]) -> OverridesParser:
+def _add(commands: Subparsers, name: str, summary: str, action: Callable[..., int]) -> OverridesParser:
     usage = f"posttrain config {name} [{'|'.join(ALL_NAMES)}] [--config FILE] [options] [key=value …]"
-    parser = add_command(commands, name, summary, epilog=epilog, usage=usage)
+    parser = add_command(commands, name, summary, usage=usage)
     parser.config_file()
     kinds = f"{', '.join(ALL_NAMES)} (guessed from the file if left out)"
     parser.words("KIND key=value", f"{kinds}, then settings that override the file's")

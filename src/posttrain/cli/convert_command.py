@@ -21,24 +21,10 @@ from posttrain.run import quieten_libraries, refuse_missing_model
 if TYPE_CHECKING:
     from posttrain.apps.export.convert import Advance, Converted
 
-DESCRIPTION = """\
-Convert a checkpoint to a Hugging Face folder: safetensors, config, tokenizer with its chat template, generation config
-and a model card. The result is compared with its source (logits on the same tokens) before it is renamed to the
-target.
-
-  posttrain convert results/grpo --to models/mine                        the newest complete checkpoint of a run
-  posttrain convert results/grpo/step_60 --to models/mine --merge-lora   LoRA merged (default: adapter only)
-  posttrain convert results/grpo/step_60 --gguf mine.gguf --gguf-type q8_0   for llama.cpp
-"""
-EPILOG = """\
-MODEL is a checkpoint of posttrain or NeMo RL (safetensors, consolidated or sharded, or torch DCP; full or LoRA), the
-folder of a run, a folder of torch DCP weights (with --config or --base), a Hugging Face folder, or a peft adapter.
-"""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def add_arguments(parser: OverridesParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.meant_by_a_word = "a folder to write is named by --to {}"
     parser.add_argument("model", metavar="MODEL", help="what to convert")
     parser.option("--to FOLDER", "the folder to write; must not exist, or be empty", type=Path)

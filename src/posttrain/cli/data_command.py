@@ -34,30 +34,6 @@ if TYPE_CHECKING:
     from posttrain.data.traces.values import PairRules
 
 PATHS_HELP = "Parquet or jsonl(.gz): files, folders, patterns or URLs such as 's3://bucket/traces/*.parquet'"
-EPILOG = """\
-rows are recognised by their columns: messages and prompt_len; input and output (texts or messages); or prompt, chosen
-and rejected. Each trace needs a reward in the column final_reward, unless --reward names another one. Rows that cannot
-be used are counted and reported. Memory does not grow with the files.
-
-examples:
-"""
-EXAMPLES = {
-    "inspect": """\
-  posttrain data inspect traces.jsonl.gz
-  posttrain data inspect 's3://lake/*.parquet' --tokenizer HuggingFaceTB/SmolLM2-135M-Instruct --picture rewards.svg
-  posttrain data inspect traces/ --where model=gpt-4o --since 2026-03-01 --duplicates near --json
-  posttrain data inspect questions.parquet --html images.html
-""",
-    "advise": """\
-  posttrain data advise traces.jsonl.gz
-  posttrain data advise traces.jsonl.gz --preferred 0.8 --rejected-below 0.3 --quick
-""",
-    "pairs": """\
-  posttrain data pairs traces.jsonl.gz pairs.jsonl
-  posttrain data pairs traces/ pairs.jsonl.gz --strategy by_margin --min-margin 0.3 --max-pairs-per-prompt 4
-  posttrain data pairs traces.parquet pairs.jsonl --format trl
-""",
-}
 
 
 # Options and settings of a run have the same names; the section of the config describes them.
@@ -97,7 +73,8 @@ def add_arguments(parser: OverridesParser) -> None:
 def _add_command(actions: Subparsers, name: str, summary: str, run: Callable[..., int]) -> OverridesParser:
     path = "IN" if name == "pairs" else "PATH"
     usage = f"posttrain data {name} {path} [{path} …]{' OUT' if name == 'pairs' else ''} [options]"
-    parser = add_command(actions, name, summary, epilog=EPILOG + EXAMPLES[name], usage=usage)
+    parser = add_command(actions, name, summary, usage=usage)
+    parser.texts = ("data-traces", f"data-{name}")
     parser.set_defaults(run=run)
     parser.add_argument("paths", nargs="+", metavar=path, help=PATHS_HELP)
     for title, section in SECTIONS.items():

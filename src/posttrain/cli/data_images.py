@@ -65,8 +65,8 @@ def inspect_images(args: argparse.Namespace) -> bool:
 
     entries = [Entry(data_path=path, image_key=args.image_key, image_dir=args.image_dir) for path in args.paths]
     if not any(_has_images(entry, args.reward) for entry in entries):
-        if args.html:
-            raise InputError(f"--html: the first rows of {' '.join(args.paths)} have no images")
+        if option := "--html" if args.html else "--image-key" if args.image_key else "":
+            raise InputError(f"{option}: the first rows of {' '.join(args.paths)} have no images")
         return False
     if args.html and not args.html.parent.is_dir():
         raise InputError(f"--html: the folder {args.html.parent} does not exist")

@@ -19,16 +19,9 @@ POSITIVE = number(int, Option(at_least=1))
 NO_LIMIT = 2**31  # of one answer: what does not fit into a pack is counted when packs are made
 ALGORITHMS = ("first_fit_shuffle", "first_fit_decreasing", "modified_first_fit_decreasing", "concatenative")
 
-DESCRIPTION = """\
-Tokenises preference pairs and places them into packs of a fixed number of tokens, ahead of training. Training reads
-the file with `data.train={dataset_name: PackedPairs, data_path: OUT}`. A pair costs its prompt once and both answers,
-and is never cut: one that does not fit is left out and counted. Keys of the dataset can follow, such as
-prompt_key=question or dataset_name=HelpSteer3.
-"""
-
 
 def add_parser(actions: Subparsers) -> None:
-    parser = add_command(actions, "pack", "precompute packs of preference pairs", description=DESCRIPTION)
+    parser = add_command(actions, "pack", "precompute packs of preference pairs")
     parser.set_defaults(run=run)
     sources = "pairs: a file, a folder or a pattern, in any shape that DPO reads"
     parser.add_argument("source", metavar="IN", help=sources)

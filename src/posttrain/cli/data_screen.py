@@ -23,24 +23,6 @@ if TYPE_CHECKING:
     from posttrain.apps.evaluate.screening import Screening
 
 KIND: str = "grpo"
-DESCRIPTION = """\
-Keep the prompts that a GRPO run can learn from. Its model answers every prompt of the training data several times,
-with the run's own template, sampling and rewards; a prompt is kept if its mean reward is within --keep and its answers
-do not all earn the same.
-"""
-EPILOG = """\
-examples:
-  posttrain data screen --config grpo.yaml --out screened.jsonl
-  posttrain data screen --config grpo.yaml model=results/sft --samples 16 --keep 0.1:0.9 --minutes 10 --out kept.jsonl
-  posttrain grpo --config grpo.yaml data.train.data_path=screened.jsonl
-
-Kept rows have all their columns and two more: screen_mean_reward, and screen_num_scored, the answers that it is the
-mean of. Answers that cannot be scored are ignored. NAME.screen.jsonl beside OUT has the rewards of every prompt: after
-an interruption the same command resumes, and another --keep needs no new samples. NAME.screen.json has the counts and
-what made them. Prompts are taken in a seeded order, so --limit and --minutes measure a random part.
-exit codes: 0 done, also by --minutes · 64 bad input, or no prompt is left · 65 no answer could be scored · 75
-another process is screening into OUT · 85 SIGTERM or SIGHUP, 130 Ctrl-C: what was measured is written
-"""
 
 
 def add_parser(actions: Subparsers) -> None:
@@ -48,8 +30,6 @@ def add_parser(actions: Subparsers) -> None:
         actions,
         "screen",
         "keep the prompts that are neither too hard nor too easy for the model of a GRPO run",
-        description=DESCRIPTION,
-        epilog=EPILOG,
         usage="posttrain data screen [--config FILE] --out OUT [options] [key=value …]",
     )
     parser.short_names = short_names(KIND)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.config import EvalRunConfig, LoadedConfig, load_config
@@ -13,34 +14,13 @@ from posttrain.files import durable
 from posttrain.reporting.console import Console
 from posttrain.run import quieten_libraries, refuse_missing_model
 
-EPILOG = """\
-examples:
-  posttrain eval generation.model_name=results/grpo/step_60 data.dataset_name=math500
-  posttrain eval results/grpo data.dataset_name=gsm8k data.data_path=gsm8k/test.jsonl eval.max_problems=200
-  posttrain eval --config examples/configs/evals/math_eval.yaml generation.temperature=0.6 eval.num_tests_per_prompt=16
-  posttrain eval http://localhost:8000/v1 data.dataset_name=gsm8k
-  posttrain eval results/grpo --harness lm-eval --tasks gsm8k,ifeval
-  posttrain eval compare results/eval/A results/eval/B
+if TYPE_CHECKING:
+    from posttrain.apps.evaluate.harness import HarnessRun
 
-The model is a Hugging Face folder, an adapter, a checkpoint step_N, the folder of a run, a hub name or the URL of an
-OpenAI-compatible server; an argument without `=` is the model. Settings have the names that NeMo RL uses; `posttrain
-config show eval` lists all of them. Every finished problem is saved at once: after an interruption the same command
-resumes. An answer may have generation.max_new_tokens tokens, by default as many as generation.vllm_cfg.max_model_len
-allows: set fewer for a first try on a CPU.
-exit codes: 0 done · 1 done, and no answer could be scored · 64 bad input · 75 another process is evaluating into
-the folder · 85 SIGTERM or SIGHUP: the batch under way was finished and saved · 143, 129 the same before the first
-batch
-"""
 EXIT_NOTHING_SCORED = 1
-COMPARE_EPILOG = """\
-A and B are folders that `posttrain eval` has written, of the same problems. The test is paired: exact McNemar where
-every problem is passed or failed, a sign-flip permutation test of the mean difference otherwise. The interval of the
-difference is a paired bootstrap over the problems.
-"""
 
 
 def add_arguments(parser: OverridesParser) -> None:
-    parser.epilog = EPILOG
     parser.usage = (
         "posttrain eval [--config FILE] [options] [MODEL] [key=value …]\n       posttrain eval compare A B [options]"
     )
@@ -64,7 +44,6 @@ def add_arguments(parser: OverridesParser) -> None:
 
 
 def _add_compare(parser: OverridesParser) -> None:
-    parser.epilog = COMPARE_EPILOG
     parser.words("A B", "two folders that `posttrain eval` has written")
     parser.option("--metric", "pass@k, cons@k or avg@k; the main metric of A if left out")
     parser.option("--confidence", "of the interval, as a share", default=0.95)
@@ -97,34 +76,27 @@ def run(args: argparse.Namespace) -> int:
 
     # Results go to standard output, everything else beside it: `--json` can be piped.
     console = Console(sys.stderr, quiet=args.quiet)
-    if args.harness is not None:
-        return _run_harness(args, loaded, console)
-    evaluation = EvaluationBuild(loaded, say=console.note)
-    summary, problems, folder = evaluation.execute(console.progress, retry_unscored=args.retry_unscored)
-    if args.json:
-        print((folder / SUMMARY_FILE).read_text(encoding="utf-8"), end="")
+    if args.harness is None:
+        evaluation = EvaluationBuild(loaded, say=console.note)
+        done = [(loaded.config, *evaluation.execute(console.progress, retry_unscored=args.retry_unscored))]
     else:
-        print("\n".join(block(loaded.config, summary, problems)))
-        print(f"  saved      {folder}")
-    return EXIT_NOTHING_SCORED if summary.score is None else 0
+        done = _harness(args, loaded, console).execute()
+    for config, summary, problems, folder in done:
+        lines = [*block(config, summary, problems), f"  saved      {folder}"]
+        if args.harness is not None:  # sampling is the task's own, but for what the user has set
+            lines = [line for line in lines if not line.startswith("max_new_tokens=")]
+        print((folder / SUMMARY_FILE).read_text("utf-8").rstrip() if args.json else "\n".join(lines))
+    return EXIT_NOTHING_SCORED if all(summary.score is None for _, summary, _, _ in done) else 0
 
 
-def _run_harness(args: argparse.Namespace, loaded: LoadedConfig[EvalRunConfig], console: Console) -> int:
+def _harness(args: argparse.Namespace, loaded: LoadedConfig[EvalRunConfig], console: Console) -> HarnessRun:
     from posttrain.apps.evaluate.harness import HarnessRun, split_words
-    from posttrain.apps.evaluate.results import SUMMARY_FILE
-    from posttrain.apps.evaluate.summary import block
 
     if args.retry_unscored:
         raise InputError("--retry-unscored does not go together with --harness, which samples a task as a whole")
     tasks = [task.strip() for task in (args.tasks or "").split(",") if task.strip()]
     words = split_words(args.harness_args)
-    run = HarnessRun(loaded, args.harness, tasks, console.note, args.harness_python, args.harness_metric, words)
-    done = run.execute()
-    for config, summary, problems, folder in done:
-        shown = [line for line in block(config, summary, problems) if not line.startswith("max_new_tokens=")]
-        lines = [*shown, f"  saved      {folder}"]  # sampling is the task's own, but for what the user has set
-        print((folder / SUMMARY_FILE).read_text(encoding="utf-8") if args.json else "\n".join(lines))
-    return EXIT_NOTHING_SCORED if all(summary.score is None for _, summary, _, _ in done) else 0
+    return HarnessRun(loaded, args.harness, tasks, console.note, args.harness_python, args.harness_metric, words)
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:

@@ -26,26 +26,9 @@ if TYPE_CHECKING:
 
 STYLES = {"pass": "green", "fail": "red", "undecided": "yellow", "skipped": "bright_black"}
 VERDICT_STYLES = {"promote": "bold green", "reject": "bold red", "needs_more_samples": "bold yellow"}
-EPILOG = """\
-examples:
-  posttrain gate --config configs/gate.yaml --candidate results/eval/new --production results/eval/old
-  posttrain gate --config gate.yaml --candidate main=A --candidate safety=B --production main=C --production safety=D
-  posttrain gate --config gate.yaml --candidate results/eval/first --no-production gate.confidence=0.9
-  posttrain gate measure-kl results/eval/new --base models/smollm2-135m-instruct
-
-The folders are what `posttrain eval` has written. A folder without a name is `main`; a folder of such folders gives
-each of them under its own name. Words of the form key=value override gate.yaml.
-exit codes: 0 promote · 3 reject · 4 more samples needed · 64 bad config, evaluation or metric · 1 crash
-"""
-KL_EPILOG = """\
-Both models read the answers of the evaluation; KL(model || base), in nats per token, goes to kl.json in its folder,
-where a check with the metric kl_from_base finds it. The evaluation's dataset has to be where it was. Models are named
-as for `posttrain eval`, registry:NAME@3 among them; a server's weights with --model.
-"""
 
 
 def add_arguments(parser: OverridesParser) -> None:
-    parser.epilog = EPILOG
     parser.usage = (
         "posttrain gate --config FILE --candidate [NAME=]FOLDER … (--production [NAME=]FOLDER … | --no-production) "
         "[options] [key=value …]\n       posttrain gate measure-kl FOLDER --base MODEL [options]"
@@ -65,7 +48,6 @@ def add_arguments(parser: OverridesParser) -> None:
 
 
 def _add_measure_kl(parser: OverridesParser) -> None:
-    parser.epilog = KL_EPILOG
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what `posttrain eval` has written")
     parser.option("--base MODEL", "the model that it was trained from", required=True)
     parser.option("--model MODEL", "the model that answered (default: the evaluation's)")

@@ -43,33 +43,9 @@ from posttrain.reporting.wording import in_order
 _SHOWN_EVENTS = 12
 CRDS = "CustomResourceDefinitions, for checking"
 PROFILE = "cluster profile; local is this machine, without a file"
-EPILOG = """\
-actions (each has --help):
-  render --on PROFILE KIND …   write the run's manifests      check FILE…   what a cluster would refuse, or cannot work
-  setup --on PROFILE           machines, queues, storage      values --on … values for the chart charts/posttrain-ray
-  doctor --on PROFILE          what the cluster lacks         list          runs, here and in the cluster
-  status NAME                  pods, attempts, events         logs NAME     output of a rank
-  checkpoints NAME             steps with metrics             stop NAME     end a run; checkpoints stay
-  interrupt NAME --rank 1      simulate the loss of a node
-
-examples:
-  posttrain launch --on local grpo --config my.yaml cluster.num_nodes=2      the run's manifests, on this machine
-  posttrain launch --on eks.yaml grpo --config my.yaml                       check, price, confirm, submit, follow
-  posttrain launch --on eks.yaml ppo --config my.yaml                        ppo and distill are kinds of run too
-  posttrain launch logs grpo-math --attempt 2 --rank 1                       found by label: no config is needed
-  posttrain launch interrupt grpo-math --rank 1 --notice 120                 simulate a Spot interruption
-  posttrain launch render --on eks.yaml grpo --config my.yaml --to manifests/     for kubectl, or another tool
-  posttrain launch --on slurm.yaml grpo --config my.yaml                     a batch script, submitted with sbatch
-  posttrain plan --on eks.yaml grpo --config my.yaml                         hours and dollars
-
-PROFILE is a cluster profile (docs/launch.md), or the word local. The run continues after this command exits. Exit
-codes: 0 done · 64 bad input, with its remedy; nothing was created · 65 the run ended without progress · 69 the cluster
-cannot be reached · 1 the run failed.
-"""
 
 
 def add_arguments(parser: OverridesParser) -> None:
-    parser.epilog = EPILOG
     parser.usage = (
         "posttrain launch --on PROFILE [KIND] [--config FILE] [--yes] [--detach] [key=value …]\n"
         "       posttrain launch ACTION …"
@@ -195,6 +171,9 @@ def _render(args: argparse.Namespace) -> int:
         return 0
     texts = {"control-secret.txt": control_secret_command(request)}
     _write(args, render_run(request), f"run {request.name}", texts)
+    if args.to is not None:
+        secret = f"sh {args.to / 'control-secret.txt'} && " if texts["control-secret.txt"] is not None else ""
+        print(f"next: {secret}kubectl apply --filename {args.to}", file=sys.stderr)
     return 0
 
 

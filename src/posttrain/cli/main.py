@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from posttrain import __version__
 from posttrain.checkpointing import CHECKPOINT_THREAD, StopAtOnce
 from posttrain.cli.console import ConsoleStream, surviving_console, unwritten
-from posttrain.cli.overrides_parser import OverridesParser, add_command
+from posttrain.cli.overrides_parser import HELP, OverridesParser, add_command
 from posttrain.errors import (
     STOPPED_UNSAVED,
     ExitCode,
@@ -41,15 +41,6 @@ if TYPE_CHECKING:
     from posttrain.models.accepted_names import RegisteredVersion
 
 SUMMARY = "Tune language models from rewards, preferences and agents."
-SHORT_HELP = f"""\
-{SUMMARY}
-
-  posttrain demo              watch a small model learn, in a few minutes, on a CPU
-  posttrain init grpo         a config, data and a reward to start from, and what to type next
-  posttrain watch             the runs in the browser
-  posttrain --help            all commands; posttrain COMMAND --help: one of them
-
-posttrain: error: no command given"""
 # `node` is started by the manifests of `posttrain launch`.
 GROUPS = {
     "train": ("demo", "init", "models", *KINDS, "data", "rewards", "agents", "config", "plan", "launch"),
@@ -58,40 +49,8 @@ GROUPS = {
     "ship": ("convert", "push", "registry", "serve", "pipeline"),
 }  # fmt: skip
 
-EPILOG = """\
-exit codes: 0 done · 3 an error that the doctor found · 64 bad config, data or checkpoint · 65 no rollout could be
-scored · 74 the storage failed during the run · 75 another process is using the folder · 76 another process has taken
-the folder over · 85 stopped by SIGTERM or SIGHUP after saving · 143, 129 the same with nothing to save · 130 stopped by
-Ctrl-C after saving · 1 crash, lost record, or output that could not be written. After a stop or a kill, the same
-command resumes the run; `posttrain status FOLDER` shows why it ended.
-"""
 
-TRAINING_EPILOG = """\
-settings are given as key=value, with the names that NeMo RL uses:
-
-  posttrain {kind} --config my.yaml policy.model_name=Qwen/Qwen3-0.6B policy.optimizer.kwargs.lr=1e-6{needs}
-
-Common settings have short names, which are also options (`lr=1e-6 lora=16 steps=200`, or `--lr 1e-6`):
-  model, data, lr, lora, steps, epochs, batch_size, max_length, seed, folder, precision{of_kind}
-policy.model_name may be the folder of a run: its newest checkpoint.
-`posttrain config show {kind}` lists all settings. Without --config the built-in defaults apply. The run's folder
-(checkpointing.checkpoint_dir) gets checkpoints, metrics.jsonl, report.html and, where it samples, every step's answers;
-the same command resumes from the newest checkpoint in it. The default folder is numbered: a command with other settings
-gets a new one. A run in a given folder is resumed with other training settings only with --resume-with-changes.
-One process at a time writes to a folder: a second command is refused with exit code 75 and the name of the first.
-"""
 NEEDS = {"distill": " teacher=Qwen/Qwen3-4B", "ppo": " \\\n    value.optimizer.kwargs.lr=1e-5"}
-NODE_EPILOG = """\
-It has no settings: rank, sizes and ports are in environment variables (docs/decisions/0040). It checks the machine,
-joins the other pods of the run, starts Ray and on rank 0 the driver, watches for the end of the machine, and lets the
-run save.
-
-  posttrain node            in every pod
-  posttrain node driver     entrypoint of a RayJob or Ray job, in the head's pod
-
-exit codes: that of the run, the same in all pods: 0 done · 64 bad config, or a machine without what it needs · 65 three
-attempts without a new checkpoint · 85 interrupted: start all pods again
-"""
 TRAINING_INTERRUPTED = "stopped at once; nothing was saved since the newest checkpoint, if there is one"
 
 
@@ -145,7 +104,7 @@ def build_parser() -> OverridesParser:
         for group, names in GROUPS.items()
     ]
     text = "\n\n".join([SUMMARY, *listed])
-    parser = OverridesParser(prog="posttrain", usage="posttrain COMMAND …", description=text, epilog=EPILOG)
+    parser = OverridesParser(prog="posttrain", usage="posttrain COMMAND …", description=text)
     parser.add_argument("-V", "--version", action="version", version=f"posttrain {__version__}")
     commands = parser.commands(prog="posttrain", help=argparse.SUPPRESS)  # they are in the description
     for name, (function, summary) in COMMANDS.items():
@@ -167,14 +126,14 @@ def _fill(function: str, parser: OverridesParser) -> None:
 
 
 def add_training(parser: OverridesParser) -> None:
-    from posttrain.config.command_line import ALIASES_OF_KIND, short_names
+    from posttrain.config.command_line import ALIASES, short_names
     from posttrain.config.runs import kind_named
 
     name = parser.prog.split()[-1]
     kind = kind_named(name)
-    further = [short for short in short_names(kind) if short in ("reward", "cliprange", *ALIASES_OF_KIND.get(kind, ()))]
+    further = [short for short in short_names(kind) if short in ("reward", "cliprange", *ALIASES.get(kind, ()))]
     of_kind = f"\n  for {name} also {', '.join(further)}" if further else ""
-    parser.epilog = TRAINING_EPILOG.format(kind=name, of_kind=of_kind, needs=NEEDS.get(name, ""))
+    parser.texts, parser.values = ("training",), {"kind": name, "of_kind": of_kind, "needs": NEEDS.get(name, "")}
     parser.short_names = short_names(kind)
     parser.config_file()
     parser.switch("--verbose", "print the long form of every step, as in logs/train.log, instead of one line")
@@ -203,7 +162,6 @@ def train(kind: str, args: argparse.Namespace) -> int:
 
 
 def add_node(parser: OverridesParser) -> None:
-    parser.epilog = NODE_EPILOG
     parser.add_argument("part", nargs="?", choices=["driver"], help="only the driver, beside the head of a Ray cluster")
     parser.set_defaults(run=_node)
 
@@ -258,7 +216,7 @@ def _main(given: list[str]) -> int:
     parser = build_parser()
     with surviving_console() as (out, _):
         if not given:
-            print(SHORT_HELP, file=sys.stderr)
+            print((HELP / "no-command.txt").read_text("utf-8"), end="", file=sys.stderr)
             return ExitCode.BAD_INPUT
         if given[0] == "help":
             given = [*given[1:], "--help"]

@@ -19,6 +19,7 @@ from posttrain.files.redaction import redact_argument
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+HELP = Path(__file__).with_name("help")
 RAW = argparse.RawDescriptionHelpFormatter  # keeps line breaks
 Subparsers: TypeAlias = "argparse._SubParsersAction[OverridesParser]"
 Fill: TypeAlias = "Callable[[OverridesParser], None]"
@@ -30,7 +31,9 @@ class OverridesParser(argparse.ArgumentParser):
 
     `fill` adds the arguments, when the command is chosen: `posttrain --help` imports no command. `actions`: first
     words with a parser of their own, filled on demand too. argparse's subparsers cannot be optional next to positional
-    arguments. `short_names`: settings that may also be given as options, `--lr 1e-6`.
+    arguments. `short_names`: settings that may also be given as options, `--lr 1e-6`. What `--help` says beside the
+    options is in `help/`: a description, a line `---`, and what comes last; or the latter alone. A file has the words
+    of its command, or is one of `texts`, in which `values` are filled in.
     """
 
     def __init__(self, *args: Any, fill: Fill | None = None, **options: Any) -> None:
@@ -39,6 +42,18 @@ class OverridesParser(argparse.ArgumentParser):
         self.actions: dict[str, tuple[str, Fill]] = {}  # summary, and what adds the arguments
         self.short_names: Collection[str] = ()
         self.meant_by_a_word = ""  # what to say of one that is too many, {}
+        self.texts: Sequence[str] = ()
+        self.values: dict[str, str] = {}
+
+    def format_help(self) -> str:
+        program, *words = self.prog.split()
+        names = self.texts or ["-".join(words) or program] * (program == "posttrain")
+        files = [HELP / f"{name}.txt" for name in names]
+        if text := "".join(file.read_text("utf-8") for file in files if file.exists()):
+            before, _, after = text.rpartition("---\n")
+            self.description = before or self.description
+            self.epilog = after.format(**self.values) if self.values else after
+        return super().format_help()
 
     def option(self, name: str, help: str, **settings: object) -> None:
         """`--limit N`, with a value of the default's type. The help names the default, unless it does so already."""

@@ -34,26 +34,8 @@ if TYPE_CHECKING:
 _STYLES = {"run": "yellow", "reuse": "green", "skip": "dim", "depends": "cyan"}
 _WORDS = {"run": "run", "reuse": "unchanged", "skip": "skip", "depends": "depends"}
 
-EPILOG = """\
-examples:
-  posttrain pipeline run configs/pipelines/demo.yaml              a few minutes on a CPU, with a model of its own
-  posttrain pipeline run pipeline.yaml --dry-run                  what would run, and why
-  posttrain pipeline run pipeline.yaml --until evaluate train.algorithm=grpo
-  posttrain pipeline run pipeline.yaml --from gate                run the gate and later stages again
-  posttrain pipeline status pipeline.yaml
-
-Each stage is stored with a hash of its inputs, and runs again only if they have changed. After an interruption the
-same command resumes: training from its checkpoint, evaluation with the remaining problems. When an iteration is
-finished and the traces have changed, the next one begins, from the model in production or from the base model
-(pipeline.start_from).
-exit codes of run: 0 promoted, or done up to --until · 3 rejected · 4 more samples needed · 64 bad input ·
-65 no rollout could be scored · 75, 76 another process is running or training this pipeline ·
-85 stopped by SIGTERM or SIGHUP · 130 stopped by Ctrl-C · 1 crash
-"""
-
 
 def add_arguments(parser: OverridesParser) -> None:
-    parser.epilog = EPILOG
     commands = parser.commands()
     run = _add(commands, "run", "run stages that are out of date", run_pipeline)
     run.option("--until STAGE", "stop after this stage", choices=STAGES, default=STAGES[-1])
@@ -68,7 +50,8 @@ def add_arguments(parser: OverridesParser) -> None:
 
 def _add(commands: Subparsers, name: str, summary: str, run: Callable[..., int]) -> OverridesParser:
     usage = f"posttrain pipeline {name} FILE [options] [key=value …]"
-    parser = add_command(commands, name, summary, epilog=EPILOG, usage=usage)
+    parser = add_command(commands, name, summary, usage=usage)
+    parser.texts = ("pipeline",)
     parser.add_argument("file", type=Path, metavar="FILE", help="pipeline.yaml; docs/pipeline.md explains its keys")
     parser.words()
     parser.set_defaults(run=run)

@@ -46,23 +46,9 @@ if TYPE_CHECKING:
 
 PRICE = number(float, Option(more_than=0))
 GOAL = 0.15  # an error of the prediction that is still called good
-EPILOG = """\
-examples:
-  posttrain plan --config configs/grpo.yaml policy.model_name=Qwen/Qwen3-8B
-  posttrain plan grpo model=llama-8b max_length=1024 --prompt-tokens 128 --answer-tokens 600
-  posttrain plan distill model=llama-8b lora=16 teacher=llama-70b gpus=4    with the teacher; ppo: with the critic
-  posttrain plan --run results/grpo                              predicted beside measured
-  posttrain plan --config configs/dpo.yaml --gpu h100 --gpu-hour-price 2.5     what the run costs
-  posttrain plan --on eks.yaml --config configs/grpo.yaml        on machines of a cluster profile: hours, dollars, Spot
-
-Needs no GPU and loads no weights: the config.json of the model is all that is read. policy.model_name may also be one
-of the shapes llama-0.5b, llama-1.5b, llama-8b, qwen-0.5b, qwen-1.5b and qwen-8b. Exits with 64 if something does not
-fit, and says which setting would help.
-"""
 
 
 def add_arguments(parser: OverridesParser) -> None:
-    parser.epilog = EPILOG
     parser.usage = (
         f"posttrain plan [{'|'.join(TRAINING_NAMES)}] [--config FILE] [--gpu NAME] [--on PROFILE] [--run FOLDER] "
         "[options] [key=value …]"
@@ -95,18 +81,19 @@ def run(args: argparse.Namespace) -> int:
         answer_tokens=args.answer_tokens,
     )
     proposal = propose(found)
-    rewards_s = measured.get("timing/train/reward_calculation") if measured is not None else None
+    rewards_s, step_s, save_s = (
+        None if measured is None else measured.get(f"timing/train/{stage}")
+        for stage in ("reward_calculation", "total_step_time", "checkpointing")
+    )
     splits = splits_of(found, config, rewards_s or 0.0)
     groups = planned_groups(found, config)
     planned_s = planned_step_s(found, config, rewards_s or 0.0)
     cost = cost_of(config, planned_s, args.gpu_hour_price) if args.gpu_hour_price is not None else None
     on_cluster = None
     if profile is not None:
-        step_s = measured.get("timing/train/total_step_time") if measured is not None else None
-        source = "measured" if step_s else "planned"
-        save_s = measured.get("timing/train/checkpointing") if measured is not None else None
+        step = (step_s, "measured") if step_s else (planned_s, "planned")
         save = (save_s, "measured") if save_s else (planned_save_s(found), "planned")
-        on_cluster = cost_on_cluster(profile, config, step_s or planned_s, source, *save)
+        on_cluster = cost_on_cluster(profile, config, *step, *save)
     if args.json:
         result = _as_json(found, config, measured, proposal, cost)
         if groups:
@@ -314,10 +301,8 @@ def _proposal_lines(found: RunEstimate, proposal: Proposal) -> list[str]:
     if not proposal.settings:
         return ["  nothing: the settings as they are were the fastest of those tried, to 1 %"]
     best = proposal.found
-    faster = found.time.total_s / best.time.total_s - 1
-    change = f"{faster:+.0%} speed"
-    if found.too_large:
-        change = "the present settings do not fit"
+    faster = f"{found.time.total_s / best.time.total_s - 1:+.0%} speed"
+    change = "the present settings do not fit" if found.too_large else faster
     settings = [f"  {name}={value}" for name, value in proposal.settings.items()]
     return [*settings, f"  {best.time.total_s:.1f} s a step ({change}), {best.most_gib:.1f} GiB at most"]
 

@@ -15,22 +15,8 @@ from posttrain.errors import ExitCode, InputError, reason_of
 from posttrain.files.json_files import read_json
 from posttrain.run import quieten_libraries
 
-DESCRIPTION = """\
-Upload an exported model to a repository of the Hugging Face hub: weights, tokenizer, model card with evaluation and
-lineage. The repository is made, private, if it does not exist; all files are one commit.
-
-  posttrain push models/mine me/mine --dry-run     list the files and their sizes; nothing is sent
-  posttrain push models/mine me/mine
-"""
-EPILOG = """\
-FOLDER must be what `posttrain convert` wrote and verified, unchanged since. The token is HF_TOKEN, or that of
-`hf auth login`; HF_ENDPOINT names another hub.
-exit codes: 0 uploaded, or listed · 64 not a verified export, no token, or refused by the hub · 1 hub not reached
-"""
-
 
 def add_arguments(parser: OverridesParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what `posttrain convert --to` wrote")
     parser.add_argument("repository", metavar="OWNER/NAME", help="the repository of the hub")
     parser.switch("--public", "everybody may read it (default: a new one is private, a public one is refused)")

@@ -41,23 +41,8 @@ WHICH_RESOLVED = (
 )
 ROLLBACK_TO = "go back to this one, which was in production before (default: the last that was)"
 
-EPILOG = """\
-examples:
-  posttrain registry add maths models/mine --config results/grpo/config.yaml --eval main=results/eval --gate gate.json
-  posttrain registry promote maths 1 --why "gate passed"            candidate -> canary
-  posttrain registry promote maths 1 --to production --why "canary quiet for a day"
-  posttrain registry rollback maths --why "complaints since Tuesday"
-  posttrain serve registry:maths@production
-
-stages: candidate -> canary -> production -> archived. There is one canary and one production version at most; what was
-there before is archived. The registry is a folder (./registry; --registry or POSTTRAIN_REGISTRY names another) with an
-SQLite file of MLflow and the files of the versions, or the address of an MLflow tracking server.
-exit codes: 0 done · 2 `show --verify` found damage · 64 bad input, a conflict, or a registry that stayed busy
-"""
-
 
 def add_arguments(parser: OverridesParser) -> None:
-    parser.epilog = EPILOG
     commands = parser.commands()
     add = _command(commands, "add", _add)
     add.add_argument("name", metavar="NAME", help="name of the model; the first version makes it")
@@ -207,8 +192,10 @@ def _history(registry: Registry, args: argparse.Namespace) -> int:
     entries = registry.history(args.name)
     if args.json:
         print(json.dumps([history_row(entry) for entry in entries], indent=2))
+    elif entries:
+        console(soft_wrap=False).print(_history_table(entries))
     else:
-        show_history(args.name, entries)
+        print(f"{args.name}: nothing has been promoted yet")
     return 0
 
 
@@ -218,6 +205,8 @@ def _diff(registry: Registry, args: argparse.Namespace) -> int:
     found = differences(left, right)
     if args.json:
         print(json.dumps([vars(difference) for difference in found], indent=2))
+    elif not found:
+        print(f"versions {left.version} and {right.version} of {left.name} do not differ")
     else:
         show_differences(left, right, found)
     return 0
@@ -336,13 +325,6 @@ def show_version(version: ModelVersion, history: Sequence[HistoryEntry], damage:
             out.print(f"{len(version.files)} files are what was registered", style="green")
 
 
-def show_history(name: str, entries: Sequence[HistoryEntry]) -> None:
-    if not entries:
-        print(f"{name}: nothing has been promoted yet")
-        return
-    console(soft_wrap=False).print(_history_table(entries))
-
-
 def _history_table(entries: Sequence[HistoryEntry]) -> Table:
     rows = table("#", "when", "who", "what", "why", right=("#",))
     for entry in entries:
@@ -371,9 +353,6 @@ def history_row(entry: HistoryEntry) -> JsonObject:
 
 
 def show_differences(left: ModelVersion, right: ModelVersion, found: Sequence[Difference]) -> None:
-    if not found:
-        print(f"versions {left.version} and {right.version} of {left.name} do not differ")
-        return
     rows = table("", "key", f"version {left.version}", f"version {right.version}", "change", right=())
     section = ""
     for difference in found:

@@ -25,27 +25,11 @@ if TYPE_CHECKING:
     from posttrain.types import Score
 
 EXIT_DISAGREEMENT = 2
-LIST_DESCRIPTION = """\
-Show the types of reward that `env.<name>.type` and `env.<name>.rewards.<part>.type` can name, with their keys.
-"""
-
-TEST_EPILOG = """\
-examples:
-  posttrain rewards test --type math samples.jsonl
-  posttrain rewards test --type regex samples.jsonl pattern='<answer>.*</answer>' --expected well_formed
-  posttrain rewards test --config my.yaml --env gsm8k runs/x/rollouts/step_10.jsonl.gz --strict
-  posttrain rewards test --config my.yaml --env gsm8k --part correct traces.jsonl.gz
-
-FILE is jsonl, jsonl.gz, json, csv or parquet: rows with a response (and a reference, and the reward that it should
-get), the rollouts of a run, or labelled traces (messages and prompt_len). Columns that are not named are looked for
-under the usual names. exit codes: 0 done · 2 with --strict, when a reward differs from the recorded one or a sample
-that has one could not be scored · 64 bad config or file.
-"""
 
 
 def add_arguments(parser: OverridesParser) -> None:
     commands = parser.commands()
-    listing = add_command(commands, "list", "show every type of reward and its keys", description=LIST_DESCRIPTION)
+    listing = add_command(commands, "list", "show every type of reward and its keys")
     listing.words("TYPE", "show only these types")
     listing.switch("--json", "print {type: {key: {default, description}}}")
     listing.set_defaults(run=_list)
@@ -53,8 +37,6 @@ def add_arguments(parser: OverridesParser) -> None:
         commands,
         "test",
         "score stored samples and compare with the rewards recorded for them",
-        description="Score stored samples, and show where the reward differs from what was recorded for them.",
-        epilog=TEST_EPILOG,
         usage="posttrain rewards test (--type TYPE | --config FILE [--env NAME]) FILE [options] [key=value …]",
     )
     test.words("FILE key=value", "the samples, then settings of the reward or config")

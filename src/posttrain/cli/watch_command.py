@@ -18,25 +18,8 @@ TOKEN_VARIABLE = "POSTTRAIN_WATCH_TOKEN"
 DEFAULT_FOLDER = "results"
 _MAX_TOKEN_BYTES = 4096
 
-DESCRIPTION = """\
-Show runs in the browser while they train, and afterwards: curves with thresholds, every rollout of every step, what the
-doctor found, several runs side by side. Reads the folders and writes nothing into them.
-
-  posttrain watch                                  the runs under results/
-  posttrain watch results/grpo /data/other-runs    a run, and a folder that holds runs
-  posttrain watch s3://bucket/runs                 needs the extra: pip install "posttrain[s3]"
-  posttrain watch --host 0.0.0.0 --token-file FILE for other machines
-"""
-EPILOG = f"""\
-Only this machine can reach it unless --host says otherwise. Then it needs a token, from --token-file or the variable
-{TOKEN_VARIABLE}, which every browser is asked for once. Traffic is not encrypted: use a tunnel (ssh -L) or a proxy
-with TLS.
-exit codes: 0 ended by a signal · 64 bad input
-"""
-
 
 def add_arguments(parser: OverridesParser) -> None:
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
     places = f"a run, or a folder that holds runs; a path or a URL such as s3://bucket/runs (default: {DEFAULT_FOLDER})"
     parser.add_argument("folders", nargs="*", metavar="FOLDER", help=places)
     parser.option("--host", "address to listen at", default="127.0.0.1")

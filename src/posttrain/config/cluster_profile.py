@@ -26,7 +26,11 @@ from posttrain.config.base import (
 )
 from posttrain.files.redaction import is_secret_key, redact
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+Variable = Annotated[
+    str,
+    matching(r"[A-Za-z_][A-Za-z0-9_]*", "cannot name an environment variable"),
+    matching(r"(?!POSTTRAIN_).*", "is set by the launcher itself"),
+]
 
 Label = Annotated[
     str, matching(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "lower-case letters, digits and '-' are accepted, at most 63")
@@ -55,6 +59,16 @@ LabelValue = Annotated[
     ),
 ]
 Word = Annotated[str, matching(r"[!-~]+", "one word is expected, without spaces and line breaks")]
+SlurmTime = Annotated[
+    str, matching(r"\d+(-\d+)?(:\d+){0,2}|UNLIMITED|INFINITE", 'minutes or a time such as "24:00:00" are expected')
+]
+SbatchOption = Annotated[
+    str,
+    matching(
+        r"-(?!-(nodes|ntasks|signal|no-requeue|chdir|array)\b)[!-~]+",
+        "an option such as --mem=0 is expected; machines, tasks, signal, requeue and folder are set by the launcher",
+    ),
+]
 Line = Annotated[
     str, matching(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]+", "one line is expected, without control characters")
 ]
@@ -257,11 +271,11 @@ class SlurmSection(Section):
     partition: Word | None = setting(None, "Partition; null is the cluster's default.")
     account: Word | None = setting(None, "Account that the job is charged to; null is yours.")
     qos: Word | None = setting(None, "Quality of service; null is the default.")
-    time: Word | None = setting(None, "Time limit of one attempt, such as 24:00:00; null is the partition's.")
+    time: SlurmTime | None = setting(None, "Time limit of one attempt, such as 24:00:00; null is the partition's.")
     setup: list[Line] = setting(
         list, "Shell lines before the run, such as `source /shared/venv/bin/activate`: posttrain must be on the PATH."
     )
-    sbatch_options: list[Word] = setting(list, "More options of the job, such as --mem=0 or --constraint=h200.")
+    sbatch_options: list[SbatchOption] = setting(list, "More options of the job, such as --mem=0 or --constraint=h200.")
     srun_options: list[Word] = setting(list, "More options of the step, such as --container-image=….")
 
 
@@ -313,8 +327,10 @@ class ClusterProfile(Section):
     storage: StorageSection = setting(..., "The shared file system.")
     pods: PodsSection = setting(PodsSection, "What the pods have beside that.")
     slurm: SlurmSection = setting(SlurmSection, "What a job of Slurm is submitted with.")
-    secrets: dict[str, SecretReference] = setting(dict, "Environment variables with values of Secrets in the cluster.")
-    env: dict[str, str] = setting(dict, "Other environment variables; no secrets.")
+    secrets: dict[Variable, SecretReference] = setting(
+        dict, "Environment variables with values of Secrets in the cluster."
+    )
+    env: dict[Variable, str] = setting(dict, "Other environment variables; no secrets.")
     log_image: ImageName | None = setting(
         None, "Fluent Bit image that ships Ray's logs (raycluster only); null ships none."
     )
@@ -348,26 +364,12 @@ class ClusterProfile(Section):
             del usual["nodes"]  # rejected with a separate message
         return {**values, **{name: {**usual[name], **own} for name in usual if isinstance(own := given[name], dict)}}
 
-    @field_validator("secrets", mode="before")
-    @classmethod
-    def _name_variables(cls, secrets: object) -> object:
-        for name in secrets if isinstance(secrets, dict) else ():
-            if not _VARIABLE.fullmatch(str(name)):
-                raise ValueError(f"{name!r} cannot name an environment variable")
-            if str(name).startswith("POSTTRAIN_"):
-                raise ValueError(f"{name} is set by the launcher itself")
-        return secrets
-
     @field_validator("env")
     @classmethod
     def _has_no_secrets(cls, env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items():
-            if not _VARIABLE.fullmatch(name):
-                raise ValueError(f"{name!r} cannot name an environment variable")
             if is_secret_key(name) or redact(value) != value:
                 raise ValueError(f"{name} looks like a secret; put it into a Secret and name that under secrets")
-            if name.startswith("POSTTRAIN_"):
-                raise ValueError(f"{name} is set by the launcher itself")
         return env
 
     @model_validator(mode="after")

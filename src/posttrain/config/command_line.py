@@ -11,7 +11,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path as FilePath
 from typing import Any
+
+import yaml
 
 from posttrain.config.base import ConfigError
 from posttrain.config.data import REWARD
@@ -33,41 +36,8 @@ _KEY = re.compile(r"[A-Za-z_][\w\-]*(?:\.[\w\-]+|\[\d+\])*")
 _HYDRA_MAP_KEY = re.compile(r"([{,]\s*[\w.\-]+):(?=[^\s/])")
 LORA = "policy.dtensor_cfg.lora_cfg"
 MANY_EPOCHS = 1_000_000
-# {kind} is the kind of run, whose section has the same name.
-ALIASES = {
-    "model": "policy.model_name",
-    "lr": "policy.optimizer.kwargs.lr",
-    "learning_rate": "policy.optimizer.kwargs.lr",
-    "weight_decay": "policy.optimizer.kwargs.weight_decay",
-    "steps": "{kind}.max_num_steps",
-    "max_steps": "{kind}.max_num_steps",
-    "epochs": "{kind}.max_num_epochs",
-    "seed": "{kind}.seed",
-    "batch_size": "policy.train_global_batch_size",
-    "max_length": "policy.max_total_sequence_length",
-    "precision": "policy.precision",
-    "device": "policy.device",
-    "folder": "checkpointing.checkpoint_dir",
-    "gpus": "cluster.gpus_per_node",
-    "nodes": "cluster.num_nodes",
-}
-ALIASES_OF_KIND = {
-    "grpo": {
-        "kl": "loss_fn.reference_policy_kl_penalty",
-        "kl_coeff": "loss_fn.reference_policy_kl_penalty",
-        "vf_coeff": "value_loss_fn.scale",
-        "num_iterations": "grpo.max_num_steps",
-        "prompts": "grpo.num_prompts_per_step",
-        "generations": "grpo.num_generations_per_prompt",
-        "temperature": "policy.generation.temperature",
-        "max_new_tokens": "policy.generation.max_new_tokens",
-        "teacher": "teacher.model_name",
-    },
-    "dpo": {"beta": "dpo.reference_policy_kl_penalty"},
-}
+ALIASES: dict[str, dict[str, str]] = yaml.safe_load(FilePath(__file__).with_name("short_names.yaml").read_text("utf-8"))
 _CLOSE = 0.75  # no section of a config is that close to a short name
-# Written with their section, and in the wrong one.
-MISPLACED = {"policy.learning_rate": "lr", "policy.lr": "lr", "policy.optimizer.lr": "lr"}
 
 
 @dataclass(frozen=True)
@@ -181,8 +151,7 @@ def _check_way(tree: Tree, path: Path, override: Override) -> None:
 
 def aliases_of(kind: str) -> dict[str, str]:
     """The full name of each short one; without those that set several keys: lora, data, reward, cliprange."""
-    found = {name: key.format(kind=kind) for name, key in ALIASES.items()}
-    return {**found, **ALIASES_OF_KIND.get(kind, {})}
+    return {name: key.format(kind=kind) for name, key in {**ALIASES["all"], **ALIASES.get(kind, {})}.items()}
 
 
 def file_dataset(kind: str) -> str:
@@ -211,7 +180,7 @@ def _expanded(kind: str, known: dict[str, str], text: str) -> list[str]:
     sign = text[: len(text) - len(text.lstrip("+"))]
     name, equals, value = text[len(sign) :].partition("=")
     name = name.strip()
-    name = MISPLACED.get(name, name)
+    name = ALIASES["misplaced"].get(name, name)
     if not equals or ("." in name):
         return [text]
     if name in known and not (name == "teacher" and value.lstrip().startswith("{")):  # the section has that name too

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from posttrain.config.base import Fraction, NonNegativeFloat, PositiveInt, Section, setting
+from posttrain.config.rewards import Regex
 
 Direction = Literal["higher", "lower"]
 COST = "cost_per_answer"
@@ -65,20 +65,10 @@ class CheckConfig(Section):
     )
     better: Direction | None = setting(None, "Which way is better; null is what the metric's name implies.")
     confidence: Confidence | None = setting(None, "Overrides gate.confidence for this check.")
-    patterns: list[str] | None = setting(
+    patterns: list[Regex] | None = setting(
         None,
         "Regular expressions, any of which makes an answer count; format_rate needs them, refusal_rate has its own.",
     )
-
-    @field_validator("patterns")
-    @classmethod
-    def _patterns_compile(cls, patterns: list[str] | None) -> list[str] | None:
-        for pattern in patterns or []:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-        return patterns
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> CheckConfig:
@@ -110,14 +100,7 @@ class CheckConfig(Section):
 
 class GateConfig(Section):
     gate: GateSettings = setting(GateSettings, "What holds for all checks.")
-    checks: dict[str, CheckConfig] = setting(..., "The requirements, by names of your own.")
-
-    @field_validator("checks")
-    @classmethod
-    def _has_checks(cls, checks: dict[str, CheckConfig]) -> dict[str, CheckConfig]:
-        if not checks:
-            raise ValueError("is empty: a gate without checks would let everything through")
-        return checks
+    checks: dict[str, CheckConfig] = setting(..., "The requirements, by names of your own.", min_length=1)
 
     @model_validator(mode="after")
     def _equal_cost_can_pass(self) -> GateConfig:

@@ -397,6 +397,8 @@ class GrpoRunConfig(RunConfig):
         }
         for key in (key for key, is_given in of_critic.items() if is_given and self.critic is None):
             yield f"{key}: only PPO has a critic (posttrain ppo, or grpo.adv_estimator.name=gae), so it is not used"
+        if self.critic is not None and (begins := grpo.policy_training_start_step) >= (steps := grpo.max_num_steps):
+            yield f"grpo.policy_training_start_step = {begins}, but grpo.max_num_steps = {steps}: no policy is trained"
         for name, number in generation.colocated.resources:
             if generation.colocated.enabled and number not in (None, getattr(self.cluster, name)):
                 yield (

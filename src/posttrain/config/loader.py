@@ -40,6 +40,7 @@ from posttrain.config.schema import (
     hint_for,
     is_field,
     schema_defaults,
+    schema_of,
     schema_of_model,
     sections_that_are_not_maps,
     unknown_keys,
@@ -308,7 +309,7 @@ def _refuse_wrong_shape(root: Node, tree: Tree, kind: Kind | None = None) -> Non
     for path in unknown_keys(root, tree.values):
         if path[:2] in foreign:
             continue
-        hint = hint_for(root, path)
+        hint = hint_for(root, path, None if kind is None else schema_of(kind))
         if kind is not None and len(path) == 1 and path[0] in ALL_KINDS:
             hint = f" in a {kind} config; this section belongs to `posttrain {path[0]}`"
         elif kind is not None and path[0] in VARIANT_OF_SECTION and len(path) == 1:

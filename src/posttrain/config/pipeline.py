@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 
 from posttrain.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section, matching, setting
 from posttrain.config.data import PairRulesConfig, TraceColumnsConfig, TraceFiltersConfig
 
 _DATASETS: dict[str, tuple[Literal["pairs", "groups", "prompts"], ...]] = {"dpo": ("pairs",), "distill": ("prompts",)}
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 Cron = Annotated[
     str,
     matching(
@@ -19,11 +18,10 @@ Cron = Annotated[
         "five fields as in cron (minute hour day month weekday) are expected, or @daily and the like",
     ),
 ]
+EvaluationName = Annotated[str, matching(_NAME, "cannot name a folder; letters, digits, '.', '_' and '-' are accepted")]
 RegistryName = Annotated[
     str,
-    matching(
-        rf"(?!.*\.history$){_NAME.pattern}", "letters, digits, '.', '_' and '-' are accepted, not beginning with a sign"
-    ),
+    matching(rf"(?!.*\.history$){_NAME}", "letters, digits, '.', '_' and '-' are accepted, not beginning with a sign"),
 ]
 
 
@@ -131,22 +129,12 @@ class PipelineConfig(Section):
     dataset: DatasetSection = setting(DatasetSection, "What they become.")
     train: TrainSection = setting(..., "How the model is trained.")
     convert: ConvertSection = setting(ConvertSection, "Checkpoint to Hugging Face folder.")
-    evaluate: dict[str, EvaluationSection] = setting(
-        ..., "Evaluations by name; the first one's score is the KPI, and the gate's checks name them."
+    evaluate: dict[EvaluationName, EvaluationSection] = setting(
+        ..., "Evaluations by name; the first one's score is the KPI, and the gate's checks name them.", min_length=1
     )
     gate: GateSection = setting(..., "Who decides.")
     registry: RegistrySection = setting(RegistrySection, "Where versions are kept.")
     canary: CanarySection = setting(CanarySection, "How traffic is split.")
-
-    @field_validator("evaluate")
-    @classmethod
-    def _measures_something(cls, evaluations: dict[str, EvaluationSection]) -> dict[str, EvaluationSection]:
-        if not evaluations:
-            raise ValueError("is empty: without an evaluation nothing can be decided")
-        for name in evaluations:
-            if not _NAME.fullmatch(name):
-                raise ValueError(f"{name!r} cannot name a folder; letters, digits, '.', '_' and '-' are accepted")
-        return evaluations
 
     @model_validator(mode="after")
     def _data_fits_algorithm(self) -> PipelineConfig:

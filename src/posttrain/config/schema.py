@@ -145,11 +145,13 @@ def schema_defaults(model: type[Section]) -> Values:
     return values
 
 
-def hint_for(root: Node, path: Path) -> str:
-    """To put behind `unknown key`; `path` is the topmost one that is not known, so that what it lies in is."""
+def hint_for(root: Node, path: Path, read: Node | None = None) -> str:
+    """To put behind `unknown key`; `path` is the topmost one that is not known, so that what it lies in is. A key of
+    another section is proposed only from `read`: what of `root` is read, if not all of it.
+    """
     place = find(root, path[:-1])
     assert place is not None, "the topmost unknown key lies in a known section"
-    nearest = _nearest(root, place, path)
+    nearest = _nearest(read or root, place, path)
     hint = f"; did you mean `{dotted(nearest)}`?" if nearest is not None else ""
     if nearest is not None and nearest[:-1] == path[:-1]:
         return hint
@@ -186,7 +188,7 @@ def _likeness(written: str, known: str) -> float:
     shorter, longer = sorted((written, known), key=len)
     is_beginning = longer.startswith(shorter) and len(shorter) >= _MIN_BEGINNING
     alike = SequenceMatcher(None, written, known).ratio()
-    return max(alike, 0.7 + 0.1 * alike) if is_beginning else alike
+    return max(alike, 0.85 + 0.1 * alike) if is_beginning else alike
 
 
 def _likeness_elsewhere(written: Path, known: Path) -> float:

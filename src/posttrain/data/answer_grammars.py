@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from posttrain.data.errors import DataError
-from posttrain.data.tool_calls import ANNOTATIONS, AnswerFormat, Tools, alternatives, types_of, values_of
+from posttrain.data.tool_calls import (
+    ANNOTATIONS,
+    FORMAT_ROWS,
+    AnswerFormat,
+    Tools,
+    alternatives,
+    types_of,
+    values_of,
+)
 from posttrain.files.json_files import JsonMapping, JsonObject, is_deeper_than
 
 if TYPE_CHECKING:
@@ -31,38 +39,6 @@ _TEXT = "/(.|\\n)*/"
 _SPECIAL = frozenset("\\.+*?()|[]{}^$/#&~-")  # in regular expressions
 _MARKER = re.compile(r"<[^>]+>|\[[A-Z_]+\]")
 
-# By format: what comes before calls, a call, what separates two (None: there is one), what comes after them.
-_CALLS: Mapping[str, tuple[str, str, str | None, str]] = {
-    "hermes": ("", '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', "\n", ""),
-    "qwen3_coder": ("", "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>", "\n", ""),
-    "glm45": ("", "<tool_call>NAME\nARGUMENTS</tool_call>", "\n", ""),
-    "llama3_json": ("", '{"name": "NAME", "parameters": ARGUMENTS}', "; ", ""),
-    "mistral": ("", "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", "", ""),
-    "mistral list": ("[TOOL_CALLS][", '{"name": "NAME", "arguments": ARGUMENTS}', ", ", "]"),
-    "deepseek_v3": (
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
-        "\n",
-        "<｜tool▁calls▁end｜>",
-    ),
-    "deepseek_v31": (
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
-        "",
-        "<｜tool▁calls▁end｜>",
-    ),
-    "openai": (
-        "",
-        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS<|call|>",
-        None,
-        "",
-    ),
-}
-# Of the formats that do not write arguments as one JSON object: what comes before and after a value.
-_VALUES = {
-    "qwen3_coder": ("<parameter=KEY>\n", "\n</parameter>\n"),
-    "glm45": ("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
-}
 _READ_OF_PARAMETERS = ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
 
 
@@ -84,14 +60,13 @@ class AnswerGrammar:
         """Calls of these tools, with arguments that obey their schemas. Without `must_call`, text may come first, or
         be all; with a schema, the answer is calls or JSON of the schema.
         """
-        style = self._form.name
-        if style == "mistral" and "[ARGS]" not in self._tokens:
-            style = "mistral list"
-        before, call, separator, after = _CALLS[style]
+        row = FORMAT_ROWS[self._form.name]
+        is_list = "grammar_of_lists" in row and "[ARGS]" not in self._tokens
+        before, call, separator, after = row["grammar_of_lists" if is_list else "grammar"]
         opening = found[0] if (found := _MARKER.match(before + call)) else ""
         head, _, tail = (call if before else call.removeprefix(opening)).partition("ARGUMENTS")
         for index, function in enumerate(tool["function"] for tool in tools):
-            arguments = self._arguments(f"arguments_{index}", function.get("parameters") or {"type": "object"}, style)
+            arguments = self._arguments(f"arguments_{index}", function.get("parameters") or {"type": "object"})
             named = self._written(head.replace("NAME", function["name"], 1))
             self._rules[f"call_{index}"] = f"{named} {arguments} {self._written(tail)}"
         any_call = f"({' | '.join(f'call_{index}' for index in range(len(tools)))})"
@@ -122,8 +97,8 @@ class AnswerGrammar:
         thought = f"{self._until(form.reasoning[1])} /\\s*/"
         return thought if form.opens_reasoning(self._prompt) else f"({self._written(form.reasoning[0])} {thought})?"
 
-    def _arguments(self, name: str, schema: JsonMapping, style: str) -> str:
-        if style not in _VALUES:
+    def _arguments(self, name: str, schema: JsonMapping) -> str:
+        if (around_value := FORMAT_ROWS[self._form.name].get("value")) is None:
             return _json(schema)
         check_schema(schema)
         options = alternatives(schema, schema)
@@ -137,7 +112,7 @@ class AnswerGrammar:
         if not isinstance(required, list) or not all(isinstance(key, str) and key in properties for key in required):
             raise DataError(f"parameters: required is a list of names of properties, found {str(required)[:80]}")
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        before, after = _VALUES[style]
+        before, after = around_value
         written = []
         for key, value in properties.items():
             members = alternatives(value, schema)

@@ -150,7 +150,7 @@ class ChatFormat:
 
     def turn(self, prompt_messages: Sequence[Message], response: str) -> tuple[Ids, Ids]:
         """Tokens of the prompt and of the answer with its end of turn."""
-        return self.encode_turns([self.render_turn(prompt_messages, response)])[0]
+        return self.split_turns([self.render_turn(prompt_messages, response)])[0][:2]
 
     def render(
         self,
@@ -223,12 +223,9 @@ class ChatFormat:
         spans[-1] = TrainedSpan(spans[-1].start, len(closed))
         return closed, spans
 
-    def encode_turns(self, turns: Sequence[tuple[str, str]]) -> list[tuple[Ids, Ids]]:
-        """Tokens of (prompt text, response text). A prompt has the same tokens here as on its own."""
-        return [(turn.prompt, turn.response) for turn in self.split_turns(turns)]
-
     def split_turns(self, turns: Sequence[tuple[str, str]]) -> list[EncodedTurn]:
-        """`encode_turns`, and where the tokenizer would have merged across the boundary.
+        """Tokens of (prompt text, response text), and where the tokenizer would have merged across the boundary. A
+        prompt has the same tokens here as on its own.
 
         Such an answer is tokenised separately: a sampler cannot merge tokens with the prompt, so these are the tokens
         that it would produce. The prompt is unchanged, because the two answers of a pair share it.

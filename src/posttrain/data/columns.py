@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,12 @@ def prompt_column(row: Mapping[str, object]) -> str | None:
     return next((column for column in PROMPT_COLUMNS if column in row), None)
 
 
+def has_conversations(row: Mapping[str, object]) -> bool:
+    """Whether the prompt of the row is a list of messages."""
+    column = prompt_column(row)
+    return column is not None and isinstance(row[column], Sequence) and not isinstance(row[column], str)
+
+
 def columns_of(kind: str, row: Mapping[str, object]) -> dict[str, str]:
     """`input_key` and `output_key`, where they are not the usual names."""
     if kind not in KINDS_WITH_COLUMNS or (kind == "sft" and any(column in row for column in CONVERSATION_COLUMNS)):
@@ -45,16 +51,26 @@ def columns_of(kind: str, row: Mapping[str, object]) -> dict[str, str]:
 
 def guessed_columns(kind: str, entry: DatasetConfig) -> dict[str, str]:
     """The same for a file of the user's own rows, where the config names no column and its rows have other names."""
+    row = _own_first_row(entry) if kind in KINDS_WITH_COLUMNS and entry.chat_key is None else {}
+    found = columns_of(kind, row) if not row.keys() >= _PAIR else {}
+    return {key: column for key, column in found.items() if getattr(entry, key) is None}
+
+
+def asks_in_messages(entry: DatasetConfig) -> bool:
+    """Whether the first prompt in a file of the user's own rows is a list of messages."""
+    row = _own_first_row(entry)
+    return has_conversations({"prompt": row.get(entry.input_key)} if entry.input_key else row)
+
+
+def _own_first_row(entry: DatasetConfig) -> Mapping[str, object]:
     from posttrain.data.named_datasets import named_path
 
-    path, row = named_path(entry), None
-    if kind in KINDS_WITH_COLUMNS and path and entry.chat_key is None and _has_own_rows(entry):
-        try:
-            row = first_row(path)
-        except DataError:  # reported when the data is checked
-            row = None
-    found = columns_of(kind, row.values) if row is not None and not row.values.keys() >= _PAIR else {}
-    return {key: column for key, column in found.items() if getattr(entry, key) is None}
+    path = named_path(entry)
+    try:
+        row = first_row(path) if path and _has_own_rows(entry) else None
+    except DataError:  # reported when the data is checked
+        row = None
+    return {} if row is None else row.values
 
 
 def check_first_row(kind: str, entry: DatasetConfig) -> None:

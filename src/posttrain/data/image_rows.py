@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.data.conversations import is_conversation, shown
-from posttrain.data.errors import DataError
+from posttrain.data.errors import DataError, nearest
 from posttrain.data.image_urls import fetch_image
 from posttrain.data.images import ImageStore, decode_data_url
 from posttrain.data.sources import Row
@@ -37,13 +37,19 @@ _ROWS_AT_ONCE = 64
 def with_images(rows: Iterable[Row], entry: Entry, known: NamedDataset) -> Iterator[Row]:
     """The rows with their images read: in texts of messages as marks, those of a column in `Row.image_column`."""
     reader = ImageReader(entry, known)
-    rows = iter(rows)
+    rows, missing = iter(rows), entry.image_key
+    first: Row | None = None
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:  # decoding lets other threads run
         while chunk := list(islice(rows, _ROWS_AT_ONCE)):
+            first = first or chunk[0]
+            missing = None if any(missing in row.values for row in chunk) else missing
             if any(map(reader.has_images, chunk)):
                 yield from pool.map(reader.read, chunk)
             else:
                 yield from chunk
+    if missing and first is not None:
+        hint = f'{nearest(missing, first.values)}; image_key: "" if the rows have no images'
+        raise DataError(f"{first.origin}: image_key: no row has the column {missing!r}{hint}")
 
 
 class ImageReader:

@@ -147,12 +147,18 @@ class ResponseSpec(NamedDataset):
 class PreferenceSpec(NamedDataset):
     """Two answers to one prompt. The shape of a row is recognised, so a name mostly decides where the rows are.
 
-    `kind` "traces" makes pairs of labelled traces; "packed" is a file that `posttrain data pack` wrote.
+    `kind` "traces" makes pairs of labelled traces; "packed" is a file that `posttrain data pack` wrote. The columns
+    that it names are read. `templated`: whether a prompt that is text holds the template; None: by shape.
     """
 
     prompt: str = "prompt"
     chosen: str = "chosen"
     rejected: str = "rejected"
+    chosen_reward: str | None = None
+    rejected_reward: str | None = None
+    completion: str = "completion"
+    label: str = "label"
+    templated: bool | None = None
     kind: Literal["rows", "traces", "packed"] = "rows"
 
 
@@ -175,16 +181,16 @@ REFUSED_DATASETS: Mapping[str, str] = _ROWS["refused"]  # NeMo RL's that posttra
 
 def find_spec(name: str, specs: Sequence[Spec]) -> Spec | None:
     """The dataset of that name, alias or hub name."""
-    wanted = _folded(name)
+    wanted = folded(name)
     for spec in specs:
-        if wanted in {_folded(known) for known in (spec.name, *spec.aliases, spec.hub or spec.name)}:
+        if wanted in {folded(known) for known in (spec.name, *spec.aliases, spec.hub or spec.name)}:
             return spec
     return None
 
 
 def unreadable(name: str) -> str | None:
     """Why posttrain does not read a dataset that NeMo RL has."""
-    return next((reason for refused, reason in REFUSED_DATASETS.items() if _folded(name) == _folded(refused)), None)
+    return next((reason for refused, reason in REFUSED_DATASETS.items() if folded(name) == folded(refused)), None)
 
 
 def check_dataset_names(config: RunConfig) -> None:
@@ -247,5 +253,5 @@ def _accepted(
     )
 
 
-def _folded(name: str) -> str:
+def folded(name: str) -> str:
     return re.sub(r"[^a-z0-9/]", "", name.lower())

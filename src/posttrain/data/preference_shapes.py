@@ -15,6 +15,7 @@ from typing import Any
 from posttrain.data.chat import shared_length
 from posttrain.data.conversations import as_messages, as_prompt, as_text, is_conversation, shown
 from posttrain.data.errors import DataError
+from posttrain.data.named_datasets import PreferenceSpec
 from posttrain.data.reward_values import NEEDED, is_reward
 from posttrain.data.sources import Row
 from posttrain.types import Message
@@ -34,20 +35,6 @@ REWARD_COLUMNS = (
     ("chosen_rating", "rejected_rating"),
 )
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-
-
-@dataclass(frozen=True)
-class PreferenceKeys:
-    """Which columns to read. `templated`: whether a prompt that is text holds the template; None: by shape."""
-
-    prompt: str = "prompt"
-    chosen: str = "chosen"
-    rejected: str = "rejected"
-    chosen_reward: str | None = None
-    rejected_reward: str | None = None
-    completion: str = "completion"
-    label: str = "label"
-    templated: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +61,7 @@ class Judgement:
     templated: bool = False
 
 
-def read_preference(row: Row, keys: PreferenceKeys) -> Preference:
+def read_preference(row: Row, keys: PreferenceSpec) -> Preference:
     """Recognises ranked completions, HelpSteer3's two responses, NeMo-Aligner's columns, and chosen/rejected."""
     chosen_key, rejected_key = keys.chosen, keys.rejected
     if row.get(chosen_key) is None:
@@ -114,7 +101,7 @@ def read_preference(row: Row, keys: PreferenceKeys) -> Preference:
     return Preference(asked, chosen, rejected, problem, _is_templated(row, keys, before, chosen_key), *rewards)
 
 
-def read_judgements(row: Row, keys: PreferenceKeys) -> list[Judgement]:
+def read_judgements(row: Row, keys: PreferenceSpec) -> list[Judgement]:
     """An answer with a label; or a preference, whose better answer is wanted and whose worse one is not."""
     if row.get(keys.label) is None and keys.completion not in row.values:
         pair = read_preference(row, keys)
@@ -158,14 +145,14 @@ def _whole_prompt(row: Row, key: str, before: list[Message]) -> str | list[Messa
     return before if before[: len(messages)] == messages else [*messages, *before]
 
 
-def _is_templated(row: Row, keys: PreferenceKeys, before: list[Message], answer_key: str) -> bool:
+def _is_templated(row: Row, keys: PreferenceSpec, before: list[Message], answer_key: str) -> bool:
     """Text in NeMo-Aligner's columns is the text that the model sees; elsewhere it is the user's message."""
     if before or not isinstance(row.get(keys.prompt), str):
         return False
     return answer_key == ALIGNER[0] if keys.templated is None else keys.templated
 
 
-def _rewards(row: Row, keys: PreferenceKeys) -> tuple[float | None, float | None]:
+def _rewards(row: Row, keys: PreferenceSpec) -> tuple[float | None, float | None]:
     named = [(keys.chosen_reward, keys.rejected_reward)] if keys.chosen_reward or keys.rejected_reward else []
     for chosen, rejected in [*named, *REWARD_COLUMNS]:
         found = [None if name is None else row.get(name) for name in (chosen, rejected)]

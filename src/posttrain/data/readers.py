@@ -7,7 +7,7 @@ counted (too long, empty), or an error (a key is missing). Rows are never trunca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from posttrain.data.chat import ChatFormat, EncodedTurn, images_of, is_answer, without_images
@@ -16,7 +16,7 @@ from posttrain.data.entries import Entry
 from posttrain.data.errors import DataError
 from posttrain.data.image_rows import placed, refuse_marks
 from posttrain.data.named_datasets import PreferenceSpec, ResponseSpec
-from posttrain.data.preference_shapes import TIE, Judgement, Preference, PreferenceKeys, read_preference
+from posttrain.data.preference_shapes import TIE, Judgement, Preference, read_preference
 from posttrain.data.sources import Row
 from posttrain.types import Example, ImageRef, Judged, Message, Pair, Task
 
@@ -194,17 +194,16 @@ def together(rows: Sequence[Row], render: Callable[[list[Given]], list[Made]], g
 # -- preferences -------------------------------------------------------------------------------------------------------
 
 
-def preference_keys(entry: Entry, spec: PreferenceSpec) -> PreferenceKeys:
-    return PreferenceKeys(
-        prompt=entry.prompt_key or spec.prompt,
-        chosen=entry.chosen_key or spec.chosen,
-        rejected=entry.rejected_key or spec.rejected,
-        chosen_reward=entry.chosen_reward_key,
-        rejected_reward=entry.rejected_reward_key,
-        completion=entry.completion_key or "completion",
-        label=entry.label_key or "label",
-        templated=entry.prompt_is_templated,
-    )
+_PREFERENCE_KEYS = (
+    *("prompt_key", "chosen_key", "rejected_key", "chosen_reward_key", "rejected_reward_key"),
+    *("completion_key", "label_key"),
+)
+
+
+def preference_keys(entry: Entry, spec: PreferenceSpec) -> PreferenceSpec:
+    """The dataset with the columns that the entry names."""
+    named = {key.removesuffix("_key"): column for key in _PREFERENCE_KEYS if (column := getattr(entry, key))}
+    return replace(spec, **named, templated=entry.prompt_is_templated)
 
 
 class _StatedReader:

@@ -14,8 +14,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, NoReturn
+
+import yaml
 
 from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping, JsonObject
@@ -88,9 +91,7 @@ class AnswerFormat:
 
     name: str  # empty: the format of calls is unknown, and they are not read
     opening: tuple[str, ...] = ()  # markers that begin a call
-    closing: tuple[
-        str, ...
-    ] = ()  # markers that end one; without any, the next call does; the end of the answer always does
+    closing: tuple[str, ...] = ()  # that end one; without any, the next call does; the end of the answer always does
     dropped: tuple[str, ...] = ()  # markers around calls
     read: ReadCalls = field(default=lambda body, tools: [], repr=False)
     may_be_bare: bool = False  # an answer that is nothing but JSON may be calls
@@ -127,7 +128,7 @@ def answer_format(template: str | None, *, writes_tools: bool) -> AnswerFormat:
     and calls are written as that message says, by default in the format `hermes`.
     """
     text = template or ""
-    found = next((name for name, marks in _MARKS if all(mark in text for mark in marks)), "")
+    found = next((name for name, row in FORMAT_ROWS.items() if all(mark in text for mark in row["marks"])), "")
     form = FORMATS[found]
     if not (writes_tools or form.written):
         form = FORMATS["hermes"]
@@ -306,60 +307,19 @@ def _deepseek_call(body: str, tools: Tools) -> list[AnyCall]:
     return [_call(name.strip(), rest)]
 
 
-FORMATS: Mapping[str, AnswerFormat] = {
-    form.name: form
-    for form in (
-        AnswerFormat(""),
-        AnswerFormat(
-            "hermes",
-            ("<tool_call>",),
-            ("</tool_call>",),
-            read=_json_call,
-            written='<tool_call>{"name": "NAME", "arguments": ARGUMENTS}</tool_call>',
-        ),
-        AnswerFormat("qwen3_coder", ("<tool_call>",), ("</tool_call>",), read=_coder_call),
-        AnswerFormat("glm45", ("<tool_call>",), ("</tool_call>",), read=_glm_call),
-        AnswerFormat("llama3_json", ("<|python_tag|>",), read=_bare_calls, may_be_bare=True),
-        AnswerFormat("mistral", ("[TOOL_CALLS]",), dropped=("[ARGS]", "[CALL_ID]"), read=_mistral_calls),
-        AnswerFormat(
-            "deepseek_v3",
-            ("<｜tool▁call▁begin｜>",),
-            ("<｜tool▁call▁end｜>",),
-            ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"),
-            _deepseek_call,
-            written="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```"
-            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        ),
-        AnswerFormat(
-            "openai",
-            ("<|channel|>", "<|start|>"),
-            ("<|end|>", "<|call|>", "<|return|>"),
-            ("<|message|>", "<|constrain|>"),
-            lambda body, tools: [],
-            has_channels=True,
-        ),
-    )
-}
-FORMATS = {
-    **FORMATS,
-    "deepseek_v31": replace(
-        FORMATS["deepseek_v3"],
-        name="deepseek_v31",
-        written="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    ),
-}
-
-# Texts in a chat template by which its format is recognised; the first that fits.
-_MARKS: Sequence[tuple[str, tuple[str, ...]]] = (
-    ("openai", ("<|channel|>", "<|message|>")),
-    ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
-    ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("glm45", ("<arg_key>",)),
-    ("qwen3_coder", ("<function=", "<parameter=")),
-    ("hermes", ("<tool_call>",)),
-    ("llama3_json", ('"parameters": ', "<|start_header_id|>")),
+# By name, in the order in which a chat template is compared with their `marks`.
+FORMAT_ROWS: Mapping[str, JsonMapping] = yaml.safe_load(
+    Path(__file__).with_name("tool_formats.yaml").read_text("utf-8")
 )
+
+
+def _format(name: str, row: JsonMapping) -> AnswerFormat:
+    known = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items() if key in _FIELDS}
+    return AnswerFormat(name, **{**known, **({"read": globals()[row["read"]]} if "read" in row else {})})
+
+
+_FIELDS = {one.name for one in fields(AnswerFormat)}
+FORMATS = {"": AnswerFormat(""), **{name: _format(name, row) for name, row in FORMAT_ROWS.items()}}
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,12 +10,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from posttrain.config import PolicyConfig
 from posttrain.config.policy import NativeConfig
-from posttrain.engines.native.engine import NativeEngine, native_settings
+from posttrain.engines.native.engine import NativeEngine, NativeSettings
 from posttrain.engines.native.proof import prove_for_sampling
 from posttrain.engines.vllm.sampler import VllmSampler
 from posttrain.models.accepted_names import ResolvedModel, resolve_model
 from posttrain.models.loading import load_tokenizer, resolve_device, sampling_dtype
 from posttrain.models.lora import load_with_adapter
+from posttrain.policy.head import without_adapter_wrapper
 from posttrain.roles import RankEngine
 
 
@@ -28,9 +28,9 @@ def engine_for_training(
         return None
     if policy.generation.uses_vllm:
         return VllmSampler(model, tokenizer, policy, device)
-    settings = native_settings(
-        policy.generation.native_cfg,
-        policy.max_total_sequence_length,
+    settings = NativeSettings(
+        **policy.generation.native_cfg.model_dump(),
+        max_total_tokens=policy.max_total_sequence_length,
         deterministic=policy.deterministic,
         records_routes=policy.router_replay.enabled,
     )
@@ -58,12 +58,11 @@ def load_for_sampling(
     module = load_with_adapter(resolved, sampling_dtype(precision, where), where)
     module = module if adapt is None else adapt(module)
     tokenizer = load_tokenizer(resolved.tokenizer, f"model {resolved.text!r}")
-    base: Any = module.get_base_model() if hasattr(module, "peft_config") else module  # type: ignore[operator]
-    text_config: PretrainedConfig = base.config.get_text_config()
+    text_config: PretrainedConfig = without_adapter_wrapper(module).config.get_text_config()
     length = int(getattr(text_config, "max_position_embeddings", 0) or longest_default or 4096)
     if longest_default is not None:
         length = min(length, longest_default)
-    settings = native_settings(native or NativeConfig(), max_total_tokens or length)
+    settings = NativeSettings(**(native or NativeConfig()).model_dump(), max_total_tokens=max_total_tokens or length)
     if where.type == "cuda":
         # As in training: summing partial products in bf16 would change the numbers.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

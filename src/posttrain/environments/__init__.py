@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from posttrain.environments.router import ScoringRouter, build_environments
     from posttrain.environments.worker_process import check_environments
 
-__all__ = ["ScoringRouter", "build_environments", "check_environments"]
-
 _HOME = {
     "ScoringRouter": "router",
     "build_environments": "router",

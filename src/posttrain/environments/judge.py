@@ -20,13 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.rewards import (
-    DEFAULT_PROMPT,
-    PLACEHOLDER,
-    JudgeRewardConfig,
-    check_placeholders,
-    check_shows_answer,
-)
+from posttrain.config.rewards import PLACEHOLDER, JudgeRewardConfig, judge_template
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored, encodable, text_of
 from posttrain.environments.judge_endpoint import EndpointError, JudgeEndpoint
 from posttrain.files import durable
@@ -35,6 +29,7 @@ from posttrain.files.json_files import JsonMapping, JsonObject, parse_json
 from posttrain.files.locks import locked
 from posttrain.files.redaction import CREDENTIAL_REMEDY, lacks_credential, redact, redact_values, split_userinfo
 
+_DEFAULT_PROMPT = Path(__file__).with_name("judge_prompt.txt")
 _SHOWN_CHARACTERS = 160
 _MAX_TOKENS = 10**9  # of one request
 
@@ -74,15 +69,12 @@ def judge_scorer(setup: JsonMapping) -> Callable[[ScoringItem], dict[str, float]
 
 def _template(setup: JsonMapping, base_folder: Path) -> str:
     if setup["prompt_file"] is None:
-        return DEFAULT_PROMPT if setup["prompt"] is None else str(setup["prompt"])
+        return _DEFAULT_PROMPT.read_text("utf-8") if setup["prompt"] is None else str(setup["prompt"])
     path = base_folder / Path(setup["prompt_file"]).expanduser()
     try:
-        text = path.read_text()
-        check_placeholders(text)
-        check_shows_answer(text)
+        return judge_template(path.read_text())
     except (OSError, ValueError) as error:
         raise BadSetup(f"prompt_file is {path}: {error}") from None
-    return text
 
 
 @dataclass(frozen=True)

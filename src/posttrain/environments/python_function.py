@@ -15,14 +15,16 @@ import importlib.util
 import inspect
 import pickle
 import random
+import re
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence, Sized
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Sized
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
+from posttrain.errors import near_path
 from posttrain.files.json_files import JsonMapping, JsonObject
 
 # Accepted parameter name -> field of the item. The first name of a field is the one that `**kwargs` receives.
@@ -108,7 +110,7 @@ def load_module(spec: str, base_folder: Path) -> tuple[ModuleType, str, str]:
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise FunctionLoadError(f"there is no file {path}")
+        raise FunctionLoadError(f"there is no file {path}{near_path(path)}")
     # As for a script: modules in the same folder can be imported.
     sys.path.insert(0, str(path.parent))
     name = f"posttrain_reward_{path.stem}"
@@ -165,7 +167,7 @@ def _find_callable(module: ModuleType, module_name: str, attribute: str) -> Call
 
 
 def _callables_of(module: ModuleType) -> str:
-    names = sorted(
+    return _listed(
         name
         for name, value in vars(module).items()
         if callable(value)
@@ -173,6 +175,10 @@ def _callables_of(module: ModuleType) -> str:
         and not name.startswith("_")
         and getattr(value, "__module__", None) == module.__name__
     )
+
+
+def _listed(found: Iterable[str]) -> str:
+    names = sorted(found)
     return f"the functions it has: {', '.join(names)}" if names else "it has no functions"
 
 
@@ -206,6 +212,36 @@ def _arguments_for(
 def named_arguments(spec: str, base_folder: Path) -> str:
     """How `file.py:name` is written down: its name, and its three arguments where their names do not say what they are.
     The file is read, not executed."""
+    node, name = _definition(spec, base_folder), spec.rpartition(":")[2]
+    if node is not None:
+        given = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+        if len(given) == len(_POSITIONS) and not set(given) & {*_ARGUMENTS, "completions"} and not node.args.kwarg:
+            return f"{name} ({', '.join(given)} are taken as {', '.join(_POSITIONS)})"
+    return name
+
+
+def is_written_for_batches(spec: str, base_folder: Path) -> bool:
+    """Whether `file.py:name` has TRL's signature. The file is read, not executed."""
+    node = _definition(spec, base_folder)
+    return node is not None and "completions" in {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+
+
+def why_absent(spec: str, base_folder: Path) -> str | None:
+    """Why `file.py:name` names nothing, where that is certain. The file is read, not executed."""
+    file, _, name = spec.rpartition(":")
+    if not file.endswith(".py"):
+        return None
+    path = base_folder / Path(file).expanduser()
+    if not path.is_file():
+        return f"there is no file {path}{near_path(path)}"
+    text = path.read_text("utf-8", "replace")
+    if re.search(rf"\b{re.escape(name.split('.')[0])}\b|import \*|globals|vars\(|exec\(|[gs]etattr|__dict__", text):
+        return None
+    names = re.findall(r"^(?:async )?def ([^\W_]\w*)", text, re.MULTILINE)
+    return f"{file} has no {name!r}; {_listed(names)}"
+
+
+def _definition(spec: str, base_folder: Path) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     file, _, name = spec.rpartition(":")
     try:
         parsed = ast.parse((base_folder / Path(file).expanduser()).read_text("utf-8")) if file.endswith(".py") else None
@@ -213,10 +249,8 @@ def named_arguments(spec: str, base_folder: Path) -> str:
         parsed = None
     for node in parsed.body if parsed is not None else ():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            given = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
-            if len(given) == len(_POSITIONS) and not set(given) & {*_ARGUMENTS, "completions"} and not node.args.kwarg:
-                return f"{name} ({', '.join(given)} are taken as {', '.join(_POSITIONS)})"
-    return name
+            return node
+    return None
 
 
 def takes_batches(function: Callable[..., object]) -> bool:

@@ -169,7 +169,7 @@ def _sharing_batch(prompts: Sequence[tuple[int, ...]], sequences: Sequence[Ids])
         for row in rows:
             prompt_of[row] = index
     responses = [sequences[row][len(shared[prompt_of[row]]) :] for row in range(len(sequences))]
-    return TokenBatch.build(shared, responses, prompt_of, {"mask": torch.ones(sum(map(len, responses)))})
+    return TokenBatch.build(shared, responses, prompt_of)
 
 
 def _one_line(text: str) -> str:

@@ -22,8 +22,6 @@ from posttrain.files.json_files import JsonMapping
 
 if TYPE_CHECKING:
     from posttrain.environments.item import ScoringItem
-    from posttrain.environments.settings import RewardSettings
-    from posttrain.roles import Environment
 
 WORKER_SCORERS: dict[str, str] = {
     "math": "posttrain.environments.math_answers:math_scorer",
@@ -43,10 +41,7 @@ WORKER_SCORERS: dict[str, str] = {
     "agent": "posttrain.environments.agents.runner:agent_runner",  # no reward: `env.<name>.agent`
 }
 
-IN_PROCESS: dict[str, str] = {
-    "reward_model": "posttrain.environments.reward_model:reward_model_environment",
-}
-
+IN_PROCESS = {"reward_model": "posttrain.environments.reward_model:reward_model_environment"}
 
 # Of a worker process, where an answer such as 9^9^9^9, whose digits would exhaust the machine, is computed.
 MEMORY_LIMIT_BYTES: dict[str, int] = {"math": 4 << 30, "math_cosine": 4 << 30}
@@ -56,8 +51,3 @@ def worker_scorer(setup: JsonMapping) -> Callable[[ScoringItem], object]:
     """The function from an item to its reward."""
     scorer: Callable[[ScoringItem], object] = resolve_name(WORKER_SCORERS[setup["type"]])(setup)
     return scorer
-
-
-def in_process_environment(settings: RewardSettings) -> Environment:
-    environment: Environment = resolve_name(IN_PROCESS[settings.config.type])(settings)
-    return environment

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from posttrain.data.reward_values import NEEDED, is_reward, total
 from posttrain.environments.item import ScoringItem
 from posttrain.environments.pool import ScoringPool, scored_by_name
-from posttrain.environments.reward_types import IN_PROCESS, in_process_environment
+from posttrain.environments.reward_types import IN_PROCESS
 from posttrain.environments.settings import EnvironmentSettings, RewardSettings, read_settings
 from posttrain.errors import InputError
 from posttrain.roles import Environment, Progress
@@ -37,11 +38,26 @@ def build_environments(
     return ScoringRouter({name: build_environment(environment, placed) for name, environment in settings.items()})
 
 
-class ScoringRouter:
-    """Implements `roles.Environment` over any number of named environments."""
+class _Several:
+    """Environments that are used together."""
 
     def __init__(self, environments: Mapping[str, Environment]) -> None:
         self.environments = dict(environments)
+
+    def interrupt(self) -> None:
+        """Callable from any thread: a running `score` ends with StopRequested within half a second. An environment
+        without worker processes finishes it."""
+        for environment in self.environments.values():
+            if isinstance(environment, Interruptible):
+                environment.interrupt()
+
+    def close(self) -> None:
+        for environment in self.environments.values():
+            environment.close()
+
+
+class ScoringRouter(_Several):
+    """Implements `roles.Environment` over any number of named environments."""
 
     def score(
         self, tasks: Sequence[Task], completions: Sequence[Completion], progress: Progress | None = None
@@ -58,15 +74,6 @@ class ScoringRouter:
     def begin(self, task: Task, completions: Sequence[Completion]) -> None:
         """From any thread: begin to score a whole group, where a model on other devices does."""
         begin(self.environments[self._environment_of(task)], task, completions)
-
-    def interrupt(self) -> None:
-        """Callable from any thread: a running `score` ends with StopRequested within half a second."""
-        for environment in self.environments.values():
-            interrupt(environment)
-
-    def close(self) -> None:
-        for environment in self.environments.values():
-            environment.close()
 
     def __enter__(self) -> ScoringRouter:
         return self
@@ -108,7 +115,10 @@ def build_environment(settings: EnvironmentSettings, placed: Placed = lambda pat
     def built_one(reward: RewardSettings) -> Environment:
         if (elsewhere := placed(reward.path)) is not None:
             return elsewhere
-        return in_process_environment(reward) if reward.config.type in IN_PROCESS else PooledReward(ScoringPool(reward))
+        if reward.config.type not in IN_PROCESS:
+            return PooledReward(ScoringPool(reward))
+        environment: Environment = resolve_name(IN_PROCESS[reward.config.type])(reward)
+        return environment
 
     built = {name: built_one(reward) for name, reward in settings.rewards.items()}
     if settings.is_single:
@@ -136,12 +146,6 @@ class PooledReward:
         self.pool.close()
 
 
-def interrupt(environment: Environment) -> None:
-    """Cancel the scoring of an environment. One without worker processes finishes it."""
-    if isinstance(environment, Interruptible):
-        environment.interrupt()
-
-
 def scoring_item(task: Task, completion: Completion) -> ScoringItem:
     own = tuple(token for token, mine in zip(completion.token_ids, completion.trained, strict=True) if mine)
     return ScoringItem(
@@ -156,27 +160,27 @@ def scoring_item(task: Task, completion: Completion) -> ScoringItem:
     )
 
 
-class WeightedRewards:
+class WeightedRewards(_Several):
     """Implements `roles.Environment` by the weighted sum of several rewards."""
 
     def __init__(self, rewards: Mapping[str, Environment], weights: Mapping[str, float]) -> None:
         assert set(rewards) == set(weights), "each reward has a weight"
-        self.rewards = dict(rewards)
+        super().__init__(rewards)
         self.weights = dict(weights)
 
     def score(
         self, tasks: Sequence[Task], completions: Sequence[Completion], progress: Progress | None = None
     ) -> list[Score]:
-        advance = _progress_of_the_slowest(len(self.rewards), progress)
+        advance = _progress_of_the_slowest(len(self.environments), progress)
         found: dict[str, list[Score]] = {}
         waiting: dict[str, Future[list[Score]]] = {}
-        pooled = {name: reward for name, reward in self.rewards.items() if isinstance(reward, PooledReward)}
+        pooled = {name: reward for name, reward in self.environments.items() if isinstance(reward, PooledReward)}
         with ThreadPoolExecutor(max(1, len(pooled)), "scoring") as threads:
             try:
-                for place, (name, reward) in enumerate(self.rewards.items()):
+                for place, (name, reward) in enumerate(self.environments.items()):
                     if name in pooled:
                         waiting[name] = threads.submit(reward.score, tasks, completions, advance(place))
-                for place, (name, reward) in enumerate(self.rewards.items()):
+                for place, (name, reward) in enumerate(self.environments.items()):
                     if name not in pooled:  # models stay in their thread
                         found[name] = reward.score(tasks, completions, advance(place))
                 found |= {name: future.result() for name, future in waiting.items()}
@@ -184,19 +188,11 @@ class WeightedRewards:
                 for reward in pooled.values():
                     reward.interrupt()
                 raise
-        return [self._add_up({name: found[name][row] for name in self.rewards}) for row in range(len(tasks))]
+        return [self._add_up({name: found[name][row] for name in self.environments}) for row in range(len(tasks))]
 
     def begin(self, task: Task, completions: Sequence[Completion]) -> None:
-        for reward in self.rewards.values():
+        for reward in self.environments.values():
             begin(reward, task, completions)
-
-    def interrupt(self) -> None:
-        for reward in self.rewards.values():
-            interrupt(reward)
-
-    def close(self) -> None:
-        for reward in self.rewards.values():
-            reward.close()
 
     def _add_up(self, scores: Mapping[str, Score]) -> Score:
         parts: dict[str, float] = {}

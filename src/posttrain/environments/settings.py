@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,8 +99,11 @@ def _in_workers(block: EnvironmentConfig, path: str, config: RewardConfig, base_
     return RewardSettings(path, config, block.num_workers, timeout_s, _absolute(base_folder))
 
 
-def _configs(blocks: Blocks) -> Iterable[tuple[str, EnvironmentConfig]]:
-    return ((str(name), environment_config(name, block)) for name, block in _named(blocks))
+def _configs(blocks: Blocks) -> Iterator[tuple[str, EnvironmentConfig]]:
+    if blocks is not None and not isinstance(blocks, Mapping):
+        raise InputError(f"env is {blocks!r}: a mapping of settings is needed")
+    for name, block in (blocks or {}).items():
+        yield str(name), environment_config(name, block)
 
 
 def environment_config(name: str, block: Block) -> EnvironmentConfig:
@@ -114,12 +117,6 @@ def environment_config(name: str, block: Block) -> EnvironmentConfig:
         return EnvironmentConfig.model_validate({k: value for k, value in (block or {}).items() if value is not None})
     except ValidationError as error:
         raise InputError("\n".join(explain_errors(error, path))) from error
-
-
-def _named(blocks: Blocks) -> Iterable[tuple[str, Block]]:
-    if blocks is not None and not isinstance(blocks, Mapping):
-        raise InputError(f"env is {blocks!r}: a mapping of settings is needed")
-    return (blocks or {}).items()
 
 
 def _absolute(base_folder: Path | None) -> Path:

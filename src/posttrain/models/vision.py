@@ -88,18 +88,15 @@ class ImageTokens(ABC):
         self.config = config
         self.token_id = int(config.image_token_id)
         self.printed_id = self.token_id  # what the chat template prints for an image
-        module, kind = self.processor_class(config.model_type)
+        _, family, kind = VISION_FAMILIES[config.model_type]
         try:
             # Not the automatic class, which asks for torchvision in some versions, and prefers its backend in others.
-            found = getattr(import_module(f"transformers.models.{module}"), kind)
+            found = getattr(
+                import_module(f"transformers.models.{family}.image_processing_pil_{family}"), f"{kind}ImageProcessorPil"
+            )
             self.processor = found.from_pretrained(name)
         except Exception as error:  # of a file that is valid JSON and describes no processor
             raise InputError(f"the image processor of {name!r} cannot be read: {reason_of(error)}") from error
-
-    @staticmethod
-    @abstractmethod
-    def processor_class(model_type: str) -> tuple[str, str]:
-        """The module and the class of transformers that computes pixels with PIL."""
 
     @abstractmethod
     def num_tokens(self, image: ImageRef) -> int:
@@ -157,10 +154,6 @@ class QwenImageTokens(ImageTokens):
     three axes (time, height, width).
     """
 
-    @staticmethod
-    def processor_class(model_type: str) -> tuple[str, str]:
-        return "qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"
-
     def _grid(self, image: ImageRef) -> tuple[int, int]:
         """Rows and columns of tokens."""
         processor = self.processor
@@ -211,11 +204,6 @@ class SmolImageTokens(ImageTokens):
     """SmolVLM, Idefics3: a large image is cut into tiles, which stand before the whole in a smaller size; each is
     announced by a token of its own.
     """
-
-    @staticmethod
-    def processor_class(model_type: str) -> tuple[str, str]:
-        name = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}[model_type]
-        return f"{model_type}.image_processing_pil_{model_type}", f"{name}ImageProcessorPil"
 
     def _tiles(self, image: ImageRef) -> tuple[int, int]:
         """Rows and columns of tiles; (0, 0): it is not cut."""
@@ -273,10 +261,6 @@ class GemmaImageTokens(ImageTokens):
                 f"preprocessor_config.json of {name!r}: do_pan_and_scan, crops of images, is not supported"
             )
 
-    @staticmethod
-    def processor_class(model_type: str) -> tuple[str, str]:
-        return "gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil"
-
     def num_tokens(self, image: ImageRef) -> int:
         return int(self.config.mm_tokens_per_image)
 
@@ -287,14 +271,15 @@ class GemmaImageTokens(ImageTokens):
         return {"pixel_values": self.processor(images=[open_image(image)], return_tensors="pt")["pixel_values"]}
 
 
-# Families whose images are computed; those of others are refused by name.
-VISION_FAMILIES: Mapping[str, type[ImageTokens]] = {
-    "qwen2_vl": QwenImageTokens,
-    "qwen2_5_vl": QwenImageTokens,
-    "qwen3_vl": QwenImageTokens,
-    "gemma3": GemmaImageTokens,
-    "idefics3": SmolImageTokens,
-    "smolvlm": SmolImageTokens,
+# Families whose images are computed, with the module and the class of transformers that compute pixels with PIL. Those
+# of others are refused by name.
+VISION_FAMILIES: Mapping[str, tuple[type[ImageTokens], str, str]] = {
+    "qwen2_vl": (QwenImageTokens, "qwen2_vl", "Qwen2VL"),
+    "qwen2_5_vl": (QwenImageTokens, "qwen2_vl", "Qwen2VL"),
+    "qwen3_vl": (QwenImageTokens, "qwen2_vl", "Qwen2VL"),
+    "gemma3": (GemmaImageTokens, "gemma3", "Gemma3"),
+    "idefics3": (SmolImageTokens, "idefics3", "Idefics3"),
+    "smolvlm": (SmolImageTokens, "smolvlm", "SmolVLM"),
 }
 
 
@@ -310,7 +295,7 @@ def refuse_images(config: PretrainedConfig, name: str) -> str:
 
 
 def image_tokens(name: str, config: PretrainedConfig) -> ImageTokens:
-    return VISION_FAMILIES[config.model_type](name, config)
+    return VISION_FAMILIES[config.model_type][0](name, config)
 
 
 def expander(
@@ -481,5 +466,4 @@ def add_tower(model: Any, tokens: ImageTokens, like: VisionTower | None = None) 
 
 def tower_of(model: nn.Module) -> VisionTower | None:
     """Of a `transformers` model, without the wrapper of adapters; None if it sees no images."""
-    found: VisionTower | None = getattr(model, _ATTRIBUTE, None)
-    return found
+    return getattr(model, _ATTRIBUTE, None)

@@ -101,20 +101,15 @@ class PlacedReward:
             self.begin(task, answers)
         scores: list[Score] = []
         for task, answers in groups:
-            scores += self._taken(task, answers)
+            if (key := _key(task, answers)) not in self._calls:  # the same task and answers twice in one call
+                self.begin(task, answers)
+            try:
+                scores += self._calls.take(key, RewardModelScorer.score.__name__)
+            except WorkerDiedError as error:  # whenever it was replaced, too: these answers may be the cause
+                scores += [Score(None, error=str(error))] * len(answers)
             if progress is not None:
                 progress(len(answers))
         self._calls.forget()
-        return scores
-
-    def _taken(self, task: Task, answers: Sequence[Completion]) -> list[Score]:
-        key = _key(task, answers)
-        if key not in self._calls:  # the same task and answers twice in one call
-            self.begin(task, answers)
-        try:
-            scores: list[Score] = self._calls.take(key, RewardModelScorer.score.__name__)
-        except WorkerDiedError as error:  # whenever it was replaced, too: these answers may be the cause
-            return [Score(None, error=str(error))] * len(answers)
         return scores
 
     def close(self) -> None:
@@ -146,8 +141,7 @@ class ReferenceAhead:
             return
         prompt = tuple(group.task.prompt_ids), group.task.images
         responses = tuple(answer.token_ids for answer in answers)
-        mask = torch.ones(sum(map(len, responses)))
-        batch = TokenBatch.build([prompt[0]], responses, [0] * len(responses), {"mask": mask}, [prompt[1]])
+        batch = TokenBatch.build([prompt[0]], responses, [0] * len(responses), images=[prompt[1]])
         [plan] = plan_micro_batches(batch, self.batching)
         with self._lock:
             if (prompt, responses) not in self._calls:

@@ -30,6 +30,9 @@ from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
 from posttrain.roles import UNKNOWN_VERSION, Objective, Progress, RankEngine
 from posttrain.types import Completion, NoiseKey, OpenGroup, PrefillTokens, Quota, Sampling, Task, TokenBatch
 
+# Arguments of `roles.RoundEngine`.
+GenerateCall = tuple[Sequence[Task], int, Sampling, NoiseKey, Progress | None]
+RoundCall = tuple[Sequence[OpenGroup], Sampling, int, Quota | None, Progress | None]
 MicroBatches = Sequence[TokenBatch | None]  # None: no micro-batch for this rank, while others have one
 
 
@@ -133,27 +136,13 @@ class Rank:
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        tasks: Sequence[Task],
-        num_samples: int,
-        sampling: Sampling,
-        key: NoiseKey,
-        progress: Progress | None = None,
-    ) -> list[list[Completion]]:
+    def generate(self, *call: *GenerateCall) -> list[list[Completion]]:
         with self._sampling() as engine:
-            return engine.generate(tasks, num_samples, sampling, key, progress)
+            return engine.generate(*call)
 
-    def sample_round(
-        self,
-        groups: Sequence[OpenGroup],
-        sampling: Sampling,
-        seed: int,
-        quota: Quota | None = None,
-        progress: Progress | None = None,
-    ) -> list[OpenGroup]:
+    def sample_round(self, *call: *RoundCall) -> list[OpenGroup]:
         with self._sampling() as engine:
-            return engine.sample_round(groups, sampling, seed, quota, progress)
+            return engine.sample_round(*call)
 
     def take_whole_groups(self) -> list[OpenGroup]:
         """Called from another thread, while others are sampled."""

@@ -22,7 +22,7 @@ from ray._raylet import Config, GcsClient  # type: ignore[attr-defined]
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from posttrain.checkpointing.stopping import StopAtOnce
-from posttrain.errors import InputError, Terminated, reason_of
+from posttrain.errors import HardwareError, InputError, Terminated, reason_of
 from posttrain.orchestration.deadlines import DEADLINE_VARIABLE, RESERVE, deadline_s
 from posttrain.orchestration.workers import RankLayout
 
@@ -188,12 +188,14 @@ def _start_private(layout: RankLayout, say: Say) -> None:
     if num_gpus == 0:
         say(f"{'' if layout.device == 'cpu' else 'no GPU here: '}{num_places} CPU processes on {os.cpu_count()} cores")
     # Ranks share the cores even if there are fewer cores than ranks.
-    _init(
-        address="local",
-        num_cpus=max(num_places, os.cpu_count() or 1),
-        num_gpus=num_gpus,
-        include_dashboard=False,
-    )
+    num_cpus = max(num_places, os.cpu_count() or 1)
+    try:
+        _init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False)
+    except Exception as error:  # Ray raises plain ones
+        raise HardwareError(
+            f"no private Ray could be started: {reason_of(error)} Its logs are below /tmp/ray/session_latest/logs; if "
+            "the machine was only busy, the same command may succeed"
+        ) from None
 
 
 # -- places on nodes ---------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class RayMember:
 
     def _replace(self, operation: str) -> None:
         self._say(f"{self.name} died during {operation}: another one is started, and repeats it")
-        self._kill()
+        end_actors(self.workers)  # the remaining ones would hold their place or wait for the dead one
         self._start()
         try:
             self._wait([future_of(worker.actor.node.remote()) for worker in self.workers], RESERVE)
@@ -120,19 +120,15 @@ class RayMember:
         for earlier, args, kwargs in self._to_repeat:
             self._call_all(earlier, *args, **kwargs)
 
-    def _kill(self) -> None:
-        """Stop all actors: the remaining ones would hold their place or wait for the dead one."""
-        end_actors(self.workers)
-
     def _wait(self, pending: Sequence[Future[T]], operation: str) -> list[T]:
         limit_s = deadline_s(operation) + _GRACE_S
         self._waits_for = pending
         if self._is_closing:  # of a replacement that was started meanwhile
             raise WorkerDiedError(_RUN_HAS_ENDED)
         wait(pending, timeout=limit_s, return_when=FIRST_EXCEPTION)
-        if _errors(pending) and not _deaths(pending):
+        if (errors := _errors(pending)) and not isinstance(errors[0], WorkerDiedError):
             wait(pending, timeout=_GRACE_S)  # other actors may fail before the death of the first one is detected
-        for error in [*_deaths(pending), *_errors(pending)]:
+        for error in _errors(pending):
             raise error
         if not all(future.done() for future in pending):
             raise WorkerTimeoutError(f"{self.name} has not finished {operation} within {limit_s:.0f} s")
@@ -145,18 +141,16 @@ class RayMember:
 
     def close(self) -> None:
         self._is_closing = True
-        self._kill()
+        end_actors(self.workers)
         self._calls.shutdown(wait=False, cancel_futures=True)
         for pending in self._waits_for:  # its thread would keep this process alive until the deadline
             settle(pending, WorkerDiedError(_RUN_HAS_ENDED))
 
 
 def _errors(pending: Sequence[Future[Any]]) -> list[BaseException]:
-    return [error for future in pending if future.done() and (error := future.exception(timeout=0)) is not None]
-
-
-def _deaths(pending: Sequence[Future[Any]]) -> list[BaseException]:
-    return [error for error in _errors(pending) if isinstance(error, WorkerDiedError)]
+    """Those of dead processes first."""
+    errors = [error for future in pending if future.done() and (error := future.exception(timeout=0)) is not None]
+    return sorted(errors, key=lambda error: not isinstance(error, WorkerDiedError))
 
 
 class RayGroup:

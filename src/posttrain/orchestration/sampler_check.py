@@ -107,7 +107,6 @@ def _batch(pairs: Sequence[tuple[Task, Completion]]) -> TokenBatch:
         [task.prompt_ids for task, _ in pairs],
         [answer.token_ids for _, answer in pairs],
         range(len(pairs)),
-        {"mask": torch.ones(sum(len(answer.token_ids) for _, answer in pairs))},
-        [task.images for task, _ in pairs],
+        images=[task.images for task, _ in pairs],
     )
     return with_routes(batch, [answer for _, answer in pairs])

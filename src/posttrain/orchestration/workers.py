@@ -38,7 +38,6 @@ class Worker(Protocol):
 
     def take_whole_groups(self) -> Future[list[OpenGroup]]:
         """Groups that the running sampling call has finished since the last call of this."""
-        ...
 
 
 class WorkerGroup(Protocol):
@@ -57,15 +56,12 @@ class WorkerGroup(Protocol):
     @property
     def engines(self) -> WorkerGroup:
         """The workers that sample: this group, or dedicated engines."""
-        ...
 
     def beside(self, name: str) -> WorkerGroup | None:
         """The worker group of that name on devices of its own."""
-        ...
 
     def status(self) -> list[dict[str, object]]:
         """Of all processes, those of groups beside these ranks too, for `workers.jsonl`."""
-        ...
 
     def request_stop(self) -> None:
         """Callable from any thread: current and later sampling ends with StopRequested."""

@@ -42,7 +42,8 @@ class SortedRows:
 
     def back(self, rows: Tensor) -> Tensor:
         """Rows in the order of pairs."""
-        return rows.index_select(0, _inverse(self.order))
+        places = torch.arange(len(self.order), device=self.order.device)
+        return rows.index_select(0, torch.empty_like(self.order).scatter_(0, self.order, places))
 
 
 def count_rows(experts: Tensor, num_experts: int) -> Tensor:
@@ -207,10 +208,6 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(x, weight, offs=ends)
     parts = x.tensor_split(ends[:-1].tolist())  # each weight gets a gradient, of zeros where it has no rows
     return torch.cat([part @ own for part, own in zip(parts, weight.unbind(), strict=True)])
-
-
-def _inverse(order: Tensor) -> Tensor:
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class _ScaledGradient(torch.autograd.Function):

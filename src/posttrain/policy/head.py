@@ -80,8 +80,7 @@ class Head(ABC):
                 use_cache=False,
                 **deeper,
             )
-        states: Tensor = output.last_hidden_state[0]
-        return states
+        return output.last_hidden_state[0]
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
@@ -108,16 +109,8 @@ def view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
 
 def available_bytes() -> int:
     """Host memory that this process can still take: what the machine has free, and what its container allows."""
-    free = [_machine_bytes(), _container_bytes()]
-    return min(size for size in free if size is not None) if any(size is not None for size in free) else 2**62
-
-
-def _machine_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    free: int = psutil.virtual_memory().available
+    return free if (allowed := _container_bytes()) is None else min(free, allowed)
 
 
 def _container_bytes() -> int | None:

@@ -23,7 +23,14 @@ from torch import Tensor, nn
 
 from posttrain.errors import InputError, StopRequested, reason_of
 from posttrain.files.json_files import JsonMapping
-from posttrain.models.attention_interface import AttendOptions, Latent, Place, attention_context, named_layer
+from posttrain.models.attention_interface import (
+    AttendOptions,
+    Latent,
+    Place,
+    RecurrenceInputs,
+    attention_context,
+    named_layer,
+)
 from posttrain.models.loading import TESTED_FAMILIES
 from posttrain.models.tensor_files import TensorFacts
 from posttrain.policy.head import Head, UnsupportedModelError
@@ -246,11 +253,8 @@ class LayerObserver:
         out = x * weight[:, -1] if bias is None else x * weight[:, -1] + bias
         return F.silu(out) if silu else out
 
-    def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
-        *, unit: bool = False,
-    ) -> Tensor:  # fmt: skip
-        query, key, value, log_decay, beta = in_exact_types(query, key, value, log_decay, beta, unit=unit)
+    def recur(self, place: Place, *inputs: *RecurrenceInputs, unit: bool = False) -> Tensor:
+        query, key, value, log_decay, beta = in_exact_types(*inputs, unit=unit)
         self.states[place] = shape = TensorFacts((value.shape[1], key.shape[2], value.shape[2]), value.dtype)
         zero = value.new_zeros(len(value), *shape.shape)
         return recurrence_step(zero, query, key, value, log_decay, beta)[0]

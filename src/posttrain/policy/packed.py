@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.errors import InputError
-from posttrain.models.attention_interface import AttendOptions, AttentionContext, Place
+from posttrain.models.attention_interface import AttendOptions, AttentionContext, Place, RecurrenceInputs
 from posttrain.models.vision import ImageTokens, RowImages
 from posttrain.policy.autograd import Context
 from posttrain.policy.recurrence import PackedRecurrence, RowPiece
@@ -81,11 +81,8 @@ class PackedAttention:
     def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         return self._recurrence.convolve(x, weight, bias, silu=silu)
 
-    def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
-        *, unit: bool = False,
-    ) -> Tensor:  # fmt: skip
-        return self._recurrence.recur(query, key, value, log_decay, beta, unit=unit)[0]
+    def recur(self, place: Place, *inputs: *RecurrenceInputs, unit: bool = False) -> Tensor:
+        return self._recurrence.recur(*inputs, None, unit=unit)[0]
 
     # -- CUDA: one call of torch's variable-length attention ---------------------------------------------------------
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from posttrain.policy.runtime import to_device, triton_kernels
 
+# Those of `AttentionContext.recur`, and the states before each piece that follows none.
+PieceInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 CHUNK_TOKENS = 64  # tokens whose products are computed together
 # Of heads that the kernels are used for: what models have. With widths 72 and 40 Triton 3.6 compiles a kernel for
 # Hopper that reads shared memory out of bounds.
@@ -55,8 +57,7 @@ class PackedRecurrence:
             kernels = triton_kernels("policy.fused.convolution")
             if kernels.fits(x, weight, bias, windows, silu=silu):
                 users, taps = self.users_of(weight.shape[1]), self.taps_of(weight.shape[1])
-                out: Tensor = kernels.convolve(users, taps, x, weight, bias, windows, silu=silu)
-                return out
+                return kernels.convolve(users, taps, x, weight, bias, windows, silu=silu)
         return self.convolve_in_torch(x, weight, bias, windows, silu=silu)
 
     def convolve_in_torch(
@@ -122,44 +123,21 @@ class PackedRecurrence:
         """The pieces in an order in which each comes after the one that it follows."""
         return [_Wave(self.pieces, members, self.device) for members in _in_order(self.pieces)]
 
-    def recur(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor | None,
-        states: Tensor | None = None,
-        *,
-        unit: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """The output of every token, and the state after each piece [pieces, heads, key width, value width]. `states`
-        are those before each piece that follows none."""
-        if _has_kernels(value) and all(x.shape[-1] in KERNEL_WIDTHS for x in (key, value)):
+    def recur(self, *inputs: *PieceInputs, unit: bool = False) -> tuple[Tensor, Tensor]:
+        """The output of every token, and the state after each piece [pieces, heads, key width, value width]."""
+        if _has_kernels(inputs[2]) and all(x.shape[-1] in KERNEL_WIDTHS for x in inputs[1:3]):
             kernels = triton_kernels("policy.fused.recurrence")
-            if kernels.fits(query, key, value, log_decay, beta, states, unit=unit):
-                result: tuple[Tensor, Tensor] = kernels.recur(
-                    self.chunks, query, key, value, log_decay, beta, states, unit=unit
-                )
-                return result
-        return self.recur_in_torch(query, key, value, log_decay, beta, states, unit=unit)
+            if kernels.fits(*inputs, unit=unit):
+                return kernels.recur(self.chunks, *inputs, unit=unit)
+        return self.recur_in_torch(*inputs, unit=unit)
 
-    def recur_in_torch(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor | None,
-        states: Tensor | None = None,
-        *,
-        unit: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        query, key, value, log_decay, beta = in_exact_types(query, key, value, log_decay, beta, unit=unit)
+    def recur_in_torch(self, *inputs: *PieceInputs, unit: bool = False) -> tuple[Tensor, Tensor]:
+        states = inputs[5]
+        query, key, value, log_decay, beta = in_exact_types(*inputs[:5], unit=unit)
         query, key = _for_each_head(query, key, value)
-        inputs = [query, key, value, log_decay, *([] if beta is None else [beta])]
+        tokens = [query, key, value, log_decay, *([] if beta is None else [beta])]
         # A row of zeros for padding: its keys, values and decays change nothing.
-        padded = [torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in inputs]
+        padded = [torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in tokens]
         outputs: list[Tensor] = []
         ends: dict[int, Tensor] = {}
         with torch.autocast(query.device.type, enabled=False):  # which would round the products to 16 bits

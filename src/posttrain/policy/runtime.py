@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -112,13 +112,16 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off inside; afterwards every module is in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
+def mode_of(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """All modules are in this mode inside, and afterwards in the one that they were in."""
+    changed = [module for module in model.modules() if module.training != training]
+    for module in changed:
+        module.training = training
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module in changed:
+            module.training = not training
+
+
+evaluation_mode = partial(mode_of, training=False)  # dropout off

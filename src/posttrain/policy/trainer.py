@@ -49,7 +49,7 @@ from posttrain.policy.packed import PackedRow
 from posttrain.policy.parallel.context import RowGroup
 from posttrain.policy.parallel.experts import FIELD as EXPERT_FIELD
 from posttrain.policy.parallel.experts import ExpertGroup
-from posttrain.policy.parallel.fsdp import reshard, shard, whole_parameters
+from posttrain.policy.parallel.fsdp import any_rank, reshard, shard, whole_parameters
 from posttrain.policy.parallel.mesh import Mesh
 from posttrain.policy.parallel.tensor import ENGINE_FIELD, FIELD, ROWS_FIELD, same_states, split_over_ranks
 from posttrain.policy.parallel.tensor_group import group_of
@@ -298,30 +298,23 @@ class PolicyTrainer:
         self, parts: Sequence[TokenBatch | None], objective: Objective, seed: int, progress: Progress | None = None
     ) -> dict[str, float]:
         """One optimizer step over this rank's micro-batches. Returns its share of the metrics and the gradient norm."""
-        with self._phase("training"):
-            metrics = self._update(parts, objective, seed, progress)
-        return {**metrics, **self.peak_memory.take()}
-
-    def _update(
-        self, parts: Sequence[TokenBatch | None], objective: Objective, seed: int, progress: Progress | None
-    ) -> dict[str, float]:
         assert self.optimizer is not None
-        self.optimizer.forget_gradients()  # of an update that failed
-        torch.manual_seed(seed)  # dropout is a function of the step, not of what ran before
-        self.model.train()
         metrics: list[Mapping[str, Tensor]] = []
-        with self._products_in_fp8(self.forward, gradients=True):
-            for part in self._in_order(parts, self.forward):
-                metrics.append(self._backward(part, objective))
-                self.optimizer.collect_gradients()
-                if progress is not None:
-                    progress(1)
-        learning_rate = self.optimizer.learning_rate
-        norm, taken = self.optimizer.step(self.config.max_grad_norm)
-        summed = combine_metrics([_to_floats(m) for m in metrics])
-        return {
-            **summed, **self._routers.take(), "grad_norm": norm, "update_skipped": float(not taken), "lr": learning_rate
-        }  # fmt: skip
+        with self._phase("training"):
+            self.optimizer.forget_gradients()  # of an update that failed
+            torch.manual_seed(seed)  # dropout is a function of the step, not of what ran before
+            self.model.train()
+            with self._products_in_fp8(self.forward, gradients=True):
+                for part in self._in_order(parts, self.forward):
+                    metrics.append(self._backward(part, objective))
+                    self.optimizer.collect_gradients()
+                    if progress is not None:
+                        progress(1)
+            learning_rate = self.optimizer.learning_rate
+            norm, taken = self.optimizer.step(self.config.max_grad_norm)
+            found = combine_metrics([_to_floats(m) for m in metrics]) | self._routers.take()
+        found |= {"grad_norm": norm, "update_skipped": float(not taken), "lr": learning_rate}
+        return found | self.peak_memory.take()
 
     def _backward(self, part: TokenBatch | None, objective: Objective) -> Mapping[str, Tensor]:
         """Both passes of one micro-batch; nothing of its graph is left afterwards."""
@@ -471,11 +464,7 @@ class PolicyTrainer:
         def is_so_everywhere() -> bool:
             nonlocal num_calls
             num_calls += 1
-            if num_calls % CALLS_PER_AGREEMENT:
-                return False
-            votes = torch.tensor([float(is_so())])
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group)
-            return bool(votes.item())
+            return not num_calls % CALLS_PER_AGREEMENT and any_rank(is_so(), group)
 
         return is_so_everywhere
 

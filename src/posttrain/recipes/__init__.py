@@ -53,5 +53,4 @@ KINDS = {
 def recipe_for(kind: str, config: RunConfig) -> Recipe:
     """The recipe of a kind of run, with the config of one run."""
     assert kind in KINDS, f"{kind} is not a kind of training run"
-    recipe: Recipe = import_module(f"{__name__}.{kind}").RECIPE(config)
-    return recipe
+    return import_module(f"{__name__}.{kind}").RECIPE(config)

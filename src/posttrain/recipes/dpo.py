@@ -25,10 +25,6 @@ class DpoRecipe(Recipe):
     config: DpoRunConfig
     presentation: ClassVar[Presentation] = presentation_of("dpo")
 
-    @property
-    def unit(self) -> str:
-        return "pairs" if self.config.loss_traits.is_paired else "answers"
-
     def prepare(self, chat: ChatFormat) -> Prepared:
         policy, dpo = self.config.policy, self.config.dpo
         size, length = policy.train_global_batch_size, policy.max_total_sequence_length
@@ -39,12 +35,13 @@ class DpoRecipe(Recipe):
             return Dpo(size, objective, parts.policy, stream, held_out, reference)
 
         def on_single_answers(parts: RunParts, stream: Stream[Judged], held_out: Sequence[Judged]) -> Kto:
-            return Kto(size, length, KtoLoss(dpo), parts.policy, stream, self._reference(parts), held_out)
+            reference = self._reference(parts)
+            return Kto(size, KtoLoss(dpo), parts.policy, stream, held_out, reference=reference, max_total_tokens=length)
 
         num_held_out = dpo.val_batches * dpo.val_global_batch_size
         if self.config.loss_traits.is_paired:
-            return self._of_answers(chat, load_pair_dataset, num_held_out, on_pairs)
-        return self._of_answers(chat, load_judged_dataset, num_held_out, on_single_answers)
+            return self._of_answers("pairs", chat, load_pair_dataset, num_held_out, on_pairs)
+        return self._of_answers("answers", chat, load_judged_dataset, num_held_out, on_single_answers)
 
     def _reference(self, parts: RunParts) -> CachedReference:
         checkpointing = self.config.checkpointing

@@ -53,9 +53,8 @@ from posttrain.reporting.run_files import AGENT_CALLS_FOLDER
 from posttrain.roles import Environment, RolloutSource, RoundEngine, Stateful, Trainer
 from posttrain.rollouts.agents import TurnTaking, build_conversations
 from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
-from posttrain.rollouts.fresh import FixedTasks, FreshRollouts, TaughtRollouts
+from posttrain.rollouts.fresh import FixedTasks, FreshRollouts, RecordedRollouts, TaughtRollouts
 from posttrain.rollouts.pipelined import PipelinedRollouts
-from posttrain.rollouts.recorded import RecordedRollouts
 from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
 from posttrain.types import Completion, OpenGroup, Sampling, Task
 
@@ -66,10 +65,6 @@ Listener = Callable[[OpenGroup], None]
 class GrpoRecipe(Recipe):
     config: GrpoRunConfig
     presentation: ClassVar[Presentation] = presentation_of("grpo")
-
-    @property
-    def unit(self) -> str:
-        return "prompts"
 
     def shown(self) -> Presentation:
         if self.config.trains_on_rewards:
@@ -139,7 +134,7 @@ class GrpoRecipe(Recipe):
                 parts.announce,
             )
 
-        return Prepared(train, validation, position, algorithm)
+        return Prepared(train, validation, position, algorithm, "prompts")
 
     def load_tasks(self, entries: Entries, chat: ChatFormat) -> TaskDataset:
         config, length = self.config, self.config.policy.max_total_sequence_length
@@ -152,11 +147,9 @@ class GrpoRecipe(Recipe):
             max_total_tokens=length,
             needs_signal=config.grpo.num_fresh_per_prompt == 0,  # a fresh answer could still differ from equal ones
         )
-        if (task := tasks.first_with_images(self._talking)) is not None:
-            raise DataError(
-                f"{task.id}: has images, and env.{task.environment} takes turns with the model; conversations of "
-                "several turns with images are not supported"
-            )
+        agents = {name for name, block in self.environments().items() if block.agent is not None}
+        if (task := tasks.first_with_images(agents)) is not None:
+            raise DataError(f"{task.id}: has images, which are not given to agents (env.{task.environment}.agent)")
         return tasks
 
     def scoring(

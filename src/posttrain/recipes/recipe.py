@@ -73,6 +73,7 @@ class Prepared:
     validation: Rows | None
     position: Stateful  # position in the data, and other data state in a checkpoint
     algorithm: Callable[[RunParts], Algorithm]
+    unit: str  # what the data is counted in, such as prompts
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Recipe(ABC):
 
     config: RunConfig
     presentation: ClassVar[Presentation]
+    chat_form: ClassVar[type[ChatFormat]] = ChatFormat
 
     def shown(self) -> Presentation:
         """How this run is shown."""
@@ -94,13 +96,6 @@ class Recipe(ABC):
         """What makes a member of each worker group of the placement that this kind of run has of its own."""
         return {}
 
-    chat_form: ClassVar[type[ChatFormat]] = ChatFormat
-
-    @property
-    @abstractmethod
-    def unit(self) -> str:
-        """What a dataset of this kind of run is counted in, such as prompts."""
-
     def check(self) -> None:  # noqa: B027 - most kinds need nothing else
         """InputError if something that the run needs beside data and model is missing."""
 
@@ -110,6 +105,7 @@ class Recipe(ABC):
 
     def _of_answers(
         self,
+        unit: str,
         chat: ChatFormat,
         load: Callable[..., RowDataset[Item]],
         num_held_out: int,
@@ -124,7 +120,7 @@ class Recipe(ABC):
         train, validation = load_both(data, read)
         stream = Stream(train, seed, data.shuffle)
         held_out = partial(first_rows, validation, num_held_out)
-        return Prepared(train, validation, stream, lambda parts: build(parts, stream, held_out()))
+        return Prepared(train, validation, stream, lambda parts: build(parts, stream, held_out()), unit)
 
 
 @cache
@@ -162,7 +158,6 @@ def header_lines(
     prepared: Prepared,
     facts: ModelFacts,
     *,
-    unit: str,
     num_devices: int,
     max_steps: int,
     planned: str,
@@ -180,8 +175,8 @@ def header_lines(
     rows = {
         "model": f"{policy.model_name}, {_count(facts.num_parameters)} parameters, {trained}",
         "devices": f"{num_devices} x {facts.device_name}, {policy.precision}",
-        "data": f"{len(prepared.train):,} {unit}{held_out}",
-        "step": f"{sizes.num_rows} {unit}{each}{updates}; {max_steps:,} step{'' if max_steps == 1 else 's'}",
+        "data": f"{len(prepared.train):,} {prepared.unit}{held_out}",
+        "step": f"{sizes.num_rows} {prepared.unit}{each}{updates}; {max_steps:,} step{'' if max_steps == 1 else 's'}",
         "on a CPU": _long_step(config, facts),
         "epochs": f"{unused_epochs} is not used: steps is given" if unused_epochs else "",
         "settings": ", ".join(_settings(config, max_steps)),

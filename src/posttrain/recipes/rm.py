@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from posttrain.algorithms.rm import RewardModelTraining
+from posttrain.algorithms.answers import RewardModelTraining
 from posttrain.config.runs import RmRunConfig
 from posttrain.data.chat import ChatFormat, WholeChatFormat
 from posttrain.data.datasets import load_pair_dataset
-from posttrain.data.row_dataset import Stream
 from posttrain.policy.objectives import BradleyTerry
-from posttrain.recipes.recipe import Prepared, Recipe, RunParts, presentation_of
+from posttrain.recipes.recipe import Prepared, Recipe, presentation_of
 from posttrain.reporting.presentation import Presentation
-from posttrain.types import Pair
 
 
 @dataclass(frozen=True)
@@ -23,19 +20,16 @@ class RewardModelRecipe(Recipe):
     chat_form: ClassVar[type[ChatFormat]] = WholeChatFormat
     presentation: ClassVar[Presentation] = presentation_of("rm")
 
-    @property
-    def unit(self) -> str:
-        return "pairs"
-
     def prepare(self, chat: ChatFormat) -> Prepared:
-        rm = self.config.rm
-
-        def build(parts: RunParts, stream: Stream[Pair], held_out: Sequence[Pair]) -> RewardModelTraining:
-            objective = BradleyTerry(rm.center_rewards_coefficient, rm.margin_from_rewards)
-            size = self.config.policy.train_global_batch_size
-            return RewardModelTraining(size, objective, parts.policy, stream, held_out)
-
-        return self._of_answers(chat, load_pair_dataset, rm.val_batches * rm.val_global_batch_size, build)
+        rm, size = self.config.rm, self.config.policy.train_global_batch_size
+        objective = BradleyTerry(rm.center_rewards_coefficient, rm.margin_from_rewards)
+        return self._of_answers(
+            "pairs",
+            chat,
+            load_pair_dataset,
+            rm.val_batches * rm.val_global_batch_size,
+            lambda parts, *rows: RewardModelTraining(size, objective, parts.policy, *rows),
+        )
 
 
 RECIPE = RewardModelRecipe

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from posttrain.algorithms.sft import Sft
+from posttrain.algorithms.answers import Sft
 from posttrain.config import SftRunConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import load_example_dataset
-from posttrain.data.row_dataset import Stream
-from posttrain.recipes.recipe import Prepared, Recipe, RunParts, presentation_of
+from posttrain.policy.objectives import NegativeLogLikelihood
+from posttrain.recipes.recipe import Prepared, Recipe, presentation_of
 from posttrain.reporting.presentation import Presentation
-from posttrain.types import Example
 
 
 @dataclass(frozen=True)
@@ -21,18 +19,17 @@ class SftRecipe(Recipe):
     config: SftRunConfig
     presentation: ClassVar[Presentation] = presentation_of("sft")
 
-    @property
-    def unit(self) -> str:
-        return "examples"
-
     def prepare(self, chat: ChatFormat) -> Prepared:
-        sft = self.config.sft
-
-        def build(parts: RunParts, stream: Stream[Example], held_out: Sequence[Example]) -> Sft:
-            return Sft(self.config.policy.train_global_batch_size, parts.policy, stream, held_out)
-
-        num_held_out, last_only = sft.val_batches * sft.val_global_batch_size, sft.only_unmask_final
-        return self._of_answers(chat, load_example_dataset, num_held_out, build, only_unmask_final=last_only)
+        sft, size = self.config.sft, self.config.policy.train_global_batch_size
+        num_held_out, how = sft.val_batches * sft.val_global_batch_size, {"only_unmask_final": sft.only_unmask_final}
+        return self._of_answers(
+            "examples",
+            chat,
+            load_example_dataset,
+            num_held_out,
+            lambda parts, *rows: Sft(size, NegativeLogLikelihood(), parts.policy, *rows),
+            **how,
+        )
 
 
 RECIPE = SftRecipe

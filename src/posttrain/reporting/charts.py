@@ -9,25 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 from markupsafe import Markup
 
 MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 50, 14, 12, 24
-PICTURE_STYLE = """
-svg { font-family: system-ui, -apple-system, "Segoe UI", Roboto, Helvetica, Arial, sans-serif }
-.page { fill: #ffffff; stroke: #e3e6eb } .grid { stroke: #edf0f3 } .axis, .mark { stroke: #e3e6eb }
-.tick { fill: #6a7280; font-size: 11.5px } .key { fill: #5b6472; font-size: 11.5px }
-.title, .name { fill: #16191d; font-size: 16px; font-weight: 600 } .name { font-size: 13px }
-.line { fill: none; stroke-width: 2.2; stroke-linecap: round } .a, .reach { stroke: #2563c9 }
-.b { stroke: #d9730d; stroke-dasharray: 5 4 } .reach { stroke-width: 1.2; opacity: .6 }
-.dot { fill: #ffffff; stroke-width: 2 } .good { fill: #1a7f4b } .bad { fill: #c2372e } .open { fill: #9aa3af }
-.bar, .high { fill: #2563c9 } .mid { fill: #9aa3af } .low { fill: #d9730d }
-@media (prefers-color-scheme: dark) {
-.page { fill: #181c22; stroke: #2a3039 } .grid { stroke: #242a32 } .axis, .mark { stroke: #2a3039 }
-.tick { fill: #8b94a3 } .key { fill: #a0a8b5 } .title, .name { fill: #e6e9ee } .a, .reach { stroke: #6ea3f7 }
-.b { stroke: #f0a04b } .dot { fill: #181c22 } .bar, .high { fill: #6ea3f7 } .mid { fill: #6a7280 } .low { fill: #f0a04b
-} }
-"""
+PICTURE_STYLE = Path(__file__).with_name("assets").joinpath("picture.css").read_text("utf-8")
 
 
 @dataclass(frozen=True)
@@ -130,6 +117,9 @@ class Frame:
         parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
         return "".join(parts)
 
+    def curve(self, style: str, places: Sequence[float], values: Sequence[float | None]) -> str:
+        return f'<path class="line {style}" d="{path_of(self.pixels(places, values))}"/>'
+
     def pixels(self, places: Sequence[float], values: Sequence[float | None]) -> list[tuple[float, float] | None]:
         pairs = zip(places, values, strict=True)
         return [None if value is None else (self.x(place), self.y(value)) for place, value in pairs]
@@ -156,7 +146,7 @@ def picture(title: str, size: tuple[int, int], body: str) -> Markup:
     width, height = size
     return Markup(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
-        f"<title>{escape(title)}</title><style>{PICTURE_STYLE}</style>"
+        f"<title>{escape(title)}</title><style>\n{PICTURE_STYLE}</style>"
         f'<rect class="page" x=".5" y=".5" rx="8" width="{width - 1}" height="{height - 1}"/>'
         f'<text class="title" x="20" y="28">{escape(title)}</text>{body}</svg>\n'
     )

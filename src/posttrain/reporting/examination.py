@@ -70,9 +70,10 @@ def examine(
     kind: str,
     settings: Mapping[str, object],
     groups: Callable[[int], Sequence[JsonMapping]],
+    names: Mapping[str, str] | None = None,
 ) -> list[Finding]:
-    """What the doctor finds in all rows of a run. `groups` reads those of a step."""
-    doctor = Doctor(kind, settings)
+    """What the doctor finds in all rows of a run. `groups` reads those of a step; `names` are for `Doctor`."""
+    doctor = Doctor(kind, settings, names)
     doctor.replay(rows)
     doctor.finish()
     return [

@@ -12,6 +12,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from posttrain.reporting.presentation import RecorderSettings, ShownMetric
@@ -311,6 +312,14 @@ def validation_block(row: Row, num_samples: int) -> list[Line]:
     if seconds:
         lines += [Line("Validation Timing:", "title"), Line(f"  • Total validation time: {duration(seconds)}")]
     return lines
+
+
+def short_model_name(model: str) -> str:
+    """For titles: the last two parts of a path; of a checkpoint's weights those of its folder."""
+    path = Path(model)
+    if path.parts[-3:] == ("policy", "weights", "model"):
+        path = path.parents[2]
+    return str(Path(*path.parts[-2:]))
 
 
 def sample_lines(groups: Sequence[Group], count: int, max_characters: int = 600) -> list[Line]:

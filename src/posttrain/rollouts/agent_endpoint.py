@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import SHUT_RD, SHUT_RDWR, socket
+from urllib.parse import unquote
 
 from posttrain.data.errors import DataError
 from posttrain.environments.agents.pool import AgentClock
@@ -312,9 +313,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.session.connections.discard(self.connection)
 
     def do_GET(self) -> None:
-        model = {"id": self.server.endpoint.model, "object": "model", "created": 0, "owned_by": "posttrain"}
-        is_known = self.path.rstrip("/") == "/v1/models"
-        self._send(json.dumps({"object": "list", "data": [model]} if is_known else {}), 200 if is_known else 404)
+        name = self.server.endpoint.model
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "posttrain"}
+        known = {"/v1/models": {"object": "list", "data": [model]}, f"/v1/models/{name}": model}
+        answer = known.get(unquote(self.path).rstrip("/"))
+        missing = RefusedRequest(f"there is no {self.path}", status=404)
+        self._send(json.dumps(answer or missing.body), 200 if answer else missing.status)
 
     def do_POST(self) -> None:
         try:

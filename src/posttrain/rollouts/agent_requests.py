@@ -8,11 +8,13 @@ supported is refused with its name.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 
 from posttrain.files.json_files import JsonMapping, JsonObject, parse_json
 
@@ -27,6 +29,7 @@ _OF_MESSAGES = {
     "name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal", "annotations",
     "provider_specific_fields",
 }  # fmt: skip
+_MEMBER_OF_UNION = re.compile(r"(constrained-)?(str|int|float|bool)|\w*list\[.*\]|_?Tool|literal\[.*\]")
 
 
 class RefusedRequest(Exception):
@@ -131,11 +134,27 @@ def _problems(request: ChatRequest) -> Iterator[tuple[str, str]]:
             yield f"messages.{at}.{name}", "is not supported here"
         if message.content is None and message.role != "assistant":
             yield f"messages.{at}.content", "is missing"
+        if message.tool_calls and message.role != "assistant":
+            yield f"messages.{at}.tool_calls", f"is in a message of {message.role}: only an assistant calls tools"
         for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part.type != "text" or "text" not in part.model_fields_set:
                 yield f"messages.{at}.content.{place}", "needs the type text and a text; images are not supported"
             for name in (part.model_extra or {}).keys() - {"cache_control"}:
                 yield f"messages.{at}.content.{place}.{name}", "is not supported here"
+
+
+def most_specific(error: ValidationError) -> tuple[ErrorDetails, list[str]]:
+    """Of the errors of the first bad field, and its path without the members of unions that pydantic names in it.
+
+    A field with a union type has an error for each member: the deepest is the most specific, one about the type itself
+    the least.
+    """
+    found = [
+        (each, [str(part) for part in each["loc"] if not _MEMBER_OF_UNION.fullmatch(str(part))])
+        for each in error.errors(include_url=False, include_context=False)
+    ]
+    same = (one for one in found if one[1][:1] == found[0][1][:1])
+    return max(same, key=lambda one: (len(one[1]), not one[0]["type"].endswith("_type")))
 
 
 def read_request(body: bytes) -> ChatRequest:
@@ -152,8 +171,8 @@ def read_request(body: bytes) -> ChatRequest:
     try:
         request = ChatRequest.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        first, path = most_specific(error)
+        where = ".".join(path)
         if first["type"] == "extra_forbidden":
             raise RefusedRequest(f"{where} is not supported here", where) from None
         raise RefusedRequest(f"{where} = {str(first['input'])[:80]}: {first['msg']}", where) from None

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit
 
+from posttrain.algorithms.step_reports import StageClock
 from posttrain.config import EnvironmentConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.environments.agents.pool import AgentOutcome, AgentPool
@@ -32,7 +33,7 @@ from posttrain.rollouts.call_tree import Call, PromptWriter
 from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
 from posttrain.rollouts.multi_turn import MultiTurnRollouts
 from posttrain.rollouts.turn_prompts import ToolPrompts
-from posttrain.types import Completion, Conversation, NoiseKey, Sampling, Score, Task, Utterance
+from posttrain.types import Completion, Conversation, Group, NoiseKey, Sampling, Score, Task, Utterance
 
 
 @dataclass
@@ -44,6 +45,12 @@ class AgentRollouts(FreshRollouts):
     endpoint: AgentEndpoint = field(kw_only=True)
     judged: frozenset[str] = field(kw_only=True)  # environments with a judge for the final answer
     journal: CallJournal | None = field(kw_only=True, default=None)
+    _times_s: dict[str, float] = field(default_factory=dict, init=False)  # of a rollout, on average
+
+    def roll_out(self, tasks: Sequence[Task], step: int, clock: StageClock) -> list[Group]:
+        groups = super().roll_out(tasks, step, clock)
+        clock.add(self._times_s)
+        return groups
 
     def sample(self, tasks: Sequence[Task], step: int) -> list[list[UnscoredRollout]]:
         own = [task for task in tasks if task.environment in self.pools]
@@ -74,7 +81,12 @@ class AgentRollouts(FreshRollouts):
                 tasks = {session.rollout: session.task for session in sessions}
                 for batch in self.journal.batches(tasks) if self.journal is not None else ():
                     self._generate_calls(((tasks[rollout], rollout[1], call) for rollout, call in batch), step)
-                self._answer_agents([session for session in sessions if session.score is None], step)
+                ran = [session for session in sessions if session.score is None]
+                self._answer_agents(ran, step)
+                self._times_s = {
+                    "generation/waiting_for_model": sum(session.clock.waited_s for session in ran) / max(len(ran), 1),
+                    "generation/agents_working": sum(session.clock.own_s for session in ran) / max(len(ran), 1),
+                }
         finally:
             for session in sessions:
                 self.endpoint.end(session)

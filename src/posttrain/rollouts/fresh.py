@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
+from posttrain.algorithms.batches import RowStream
 from posttrain.algorithms.step_reports import StageClock
+from posttrain.data.row_dataset import keyed_order
 from posttrain.errors import InputError
 from posttrain.roles import (
     Engine,
@@ -36,16 +38,13 @@ from posttrain.types import (
     Unfinished,
 )
 
-
-class TaskStream(Protocol):
-    def take(self, count: int) -> Sequence[Task]: ...
+TaskStream = RowStream[Task]
 
 
 @runtime_checkable
-class DrawnTasks(TaskStream, Protocol):
+class DrawnTasks(RowStream[Task], Protocol):
     def item(self, position: int) -> Task:
         """The task with this `draw`, for groups of a checkpoint."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -184,6 +183,42 @@ class FreshRollouts:
             Group(task, tuple(_rollout(rollout, verdicts) for rollout in samples))
             for task, samples in zip(tasks, unscored, strict=True)
         ]
+
+
+@dataclass
+class RecordedRollouts:
+    """A `RolloutSource` of answers that were sampled and scored elsewhere, at most `num_recorded` of each prompt. With
+    `fresh`, newly sampled ones join them, and all share one baseline.
+
+    The behaviour policy of a recorded answer is unknown: the algorithm takes the initial policy's log-probabilities.
+    """
+
+    stream: TaskStream
+    num_recorded: int
+    seed: int
+    fresh: FreshRollouts | None = None
+
+    def take(self, num_groups: int, step: int) -> TakenGroups:
+        """Recorded answers keep their recorded reward; fresh ones are scored."""
+        clock = StageClock()
+        with clock("data_processing"):
+            tasks = list(self.stream.take(num_groups))
+            groups = [Group(task, self.chosen(task)) for task in tasks]
+        if self.fresh is not None:
+            fresh = self.fresh.roll_out(tasks, step, clock)
+            groups = [Group(old.task, old.rollouts + new.rollouts) for old, new in zip(groups, fresh, strict=True)]
+        else:
+            clock.add({"generation": 0.0, "reward_calculation": 0.0})  # every step reports these stages
+        return TakenGroups(tuple(groups), tuple(groups), clock.spans)
+
+    def chosen(self, task: Task) -> tuple[Rollout, ...]:
+        """All recorded answers of the task, or `num_recorded` of them: a different subset in each epoch, the same
+        subset after a restart.
+        """
+        if len(task.recorded) <= self.num_recorded:
+            return task.recorded
+        picked = keyed_order(len(task.recorded), self.seed, task.draw)[: self.num_recorded]
+        return tuple(task.recorded[index] for index in sorted(picked.tolist()))
 
 
 @dataclass(frozen=True)

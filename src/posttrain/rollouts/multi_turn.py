@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from posttrain.data.chat import attached
 from posttrain.data.reward_values import NEEDED, is_reward, total
 from posttrain.data.tool_calls import AnyCall, parse_tool_calls
 from posttrain.environments.turns.interface import EndReason, Request, TurnItem, TurnTask
@@ -290,7 +291,8 @@ class MultiTurnRollouts(FreshRollouts):
         if dialogue.num_turns == self.max_turns:
             return "turns"
         sampled = dialogue.token_ids[len(dialogue.token_ids) - dialogue.utterances[-1].num_tokens :]
-        ids = self.renderer.ids(dialogue.task.messages, [*dialogue.exchanges, exchange], sampled)
+        prompt = attached(dialogue.task.messages, dialogue.task.images)
+        ids = self.renderer.ids(prompt, [*dialogue.exchanges, exchange], sampled)
         if len(dialogue.task.prompt_ids) + len(dialogue.token_ids) + len(ids) >= self.max_total_tokens:
             dialogue.finish_reason = "length"
             return "tokens"

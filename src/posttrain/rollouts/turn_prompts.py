@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from posttrain.data.chat import ChatFormat, Ids
+from posttrain.data.chat import ChatFormat, Ids, attached
 from posttrain.data.errors import DataError
 from posttrain.data.tool_calls import Answer, AnyCall, ToolCall, Tools, call_id
 from posttrain.data.tool_prompts import ToolChat, answer_text, describe, with_description, writes_tools
@@ -122,8 +122,7 @@ class NextTurn:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """As the engine decodes completions."""
-        text: str = self._chat.tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        return self._chat.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def _with_turns(self, prompt: Sequence[Message], exchanges: Sequence[Exchange]) -> list[Message]:
         messages = list(prompt)
@@ -219,7 +218,7 @@ class ToolPrompts:
         if writer is None:
             return task
         messages = writer.messages(task.messages)
-        text, ids = writer.chat.prompt(messages)
+        text, ids = writer.chat.prompt(attached(messages, task.images))
         return replace(task, prompt=text, prompt_ids=tuple(ids), messages=tuple(messages))
 
 

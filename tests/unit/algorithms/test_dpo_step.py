@@ -75,7 +75,8 @@ def dpo(policy: Any, reference: Any, **objective: Any) -> Dpo:
 
 
 def kto(policy: Any, reference: Any, answers: Sequence[Judged] = ANSWERS) -> Kto:
-    return Kto(len(answers), 64, KtoLoss(DpoConfig()), policy, Rows(answers), reference, answers)
+    loss = KtoLoss(DpoConfig())
+    return Kto(len(answers), loss, policy, Rows(answers), answers, reference=reference, max_total_tokens=64)
 
 
 def test_dpo_scores_the_reference_then_updates_then_moves_the_schedule() -> None:
@@ -118,7 +119,7 @@ def test_validation_counts_pairs_and_throughput_counts_responses() -> None:
     validation = algorithm.validate(1)
     assert validation is not None
     assert validation.num_samples == len(algorithm.validation)
-    assert algorithm.step(1).num_samples == 2 * algorithm.num_pairs_per_step
+    assert algorithm.step(1).num_samples == 2 * algorithm.num_rows_per_step
 
 
 def test_validation_looks_up_its_own_step_and_is_timed() -> None:

@@ -130,6 +130,56 @@ def test_advantages_and_returns_equal_verls(gamma: float, lam: float, penalty: f
         torch.testing.assert_close(ours, expected[mask != 0], rtol=1e-12, atol=1e-12)
 
 
+def trl_step(
+    logprobs: Tensor, references: Tensor, values: Tensor, scores: Tensor, gamma: float, lam: float, penalty: float
+) -> tuple[Tensor, Tensor]:
+    """Whitened advantages and returns as TRL's PPO trainer has them (`trl.experimental.ppo` of 1.0), for answers of the
+    greatest length. The score of a shorter one is one place after its last token there, on a value of its own.
+    """
+    rewards = -penalty * (logprobs - references)
+    rewards[:, -1] += scores
+    carried, columns = torch.zeros(len(scores), dtype=torch.float64), []
+    for t in reversed(range(values.shape[1])):
+        following = values[:, t + 1] if t < values.shape[1] - 1 else 0.0
+        carried = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * carried
+        columns.append(carried)
+    raw = torch.stack(columns[::-1], dim=1)
+    variance = (raw - raw.mean()).square().mean() * raw.numel() / (raw.numel() - 1)
+    return (raw - raw.mean()) * torch.rsqrt(variance + 1e-8), raw + values
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize(("gamma", "lam", "penalty"), [(1.0, 0.95, 0.05), (0.9, 0.8, 0.3)])
+def test_a_step_equals_trls(gamma: float, lam: float, penalty: float) -> None:
+    chance = torch.Generator().manual_seed(4)
+    logprobs, references, values, updated = (torch.randn(4, 6, generator=chance, dtype=torch.float64) for _ in range(4))
+    scores = torch.randn(4, generator=chance, dtype=torch.float64)
+    columns = {
+        "mask": torch.ones(24),
+        "reference_logprobs": references.flatten(),
+        "current_logprobs": logprobs.flatten(),
+    }
+    rows = TokenBatch.build([[1, 2]], [[5] * 6] * 4, [0] * 4, columns)
+    kl = KlInReward(penalty, "token", "k1")
+    own = TokenCredit(
+        NoBaseline(),
+        values=lambda batch: values.flatten(),
+        gamma=gamma,
+        lam=lam,
+        kl=kl,
+        whitening=Whitening("tokens", Spread(1, 1e-8, "variance_plus")),
+    )
+    group = Group(Task(0, "data:0", "", (1, 2)), tuple(rollout(float(score), 6) for score in scores))
+    _, credited, _ = own([group], rows, [(0, row) for row in range(4)])
+    advantages, returns = trl_step(logprobs, references, values, scores, gamma, lam, penalty)
+    for name, expected in (("advantages", advantages), ("returns", returns)):
+        torch.testing.assert_close(credited.columns[name], expected.flatten(), rtol=1e-12, atol=1e-12)
+    clipped = torch.clamp(updated, values - 0.2, values + 0.2)
+    errors = torch.max((updated - returns).square(), (clipped - returns).square())
+    loss, _ = ValueLoss(0.7, 0.2)(updated.flatten(), credited)
+    torch.testing.assert_close(loss, 0.7 * 0.5 * errors.mean(), rtol=1e-7, atol=0)  # EPS is in the denominator
+
+
 def test_with_lambda_1_a_return_is_what_is_left_of_the_reward() -> None:
     _, credited, _ = credit(lam=1.0)(groups(), batch(), PLACES)
     trained = credited.columns["mask"] != 0

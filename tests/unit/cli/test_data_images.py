@@ -42,6 +42,11 @@ def test_inspect_counts_images_and_writes_thumbnails(rows: Path, capsys: pytest.
     assert "distinct images" in capsys.readouterr().out
 
 
+def test_inspect_without_the_column_that_is_named(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "inspect", str(rows), "--image-key", "photo"]) == 64
+    assert "--image-key: the first rows of" in capsys.readouterr().err
+
+
 def test_inspect_names_a_bad_image(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows.with_name("b.png").write_bytes(rows.with_name("b.png").read_bytes()[:60])
     assert main(["data", "inspect", str(rows)]) == 64

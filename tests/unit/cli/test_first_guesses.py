@@ -62,6 +62,8 @@ def test_a_misspelt_folder_on_the_way_to_a_model_gets_a_suggestion(tmp_path: Pat
     meant.mkdir(parents=True)
     assert near_path(tmp_path / "results" / "dmeo" / "step_5") == f" (did you mean '{meant}'?)"
     assert near_path(tmp_path / "results" / "dmeo" / "step_6") == ""
+    (tmp_path / "smollm2-135m-instruct").mkdir()
+    assert near_path(tmp_path / "smollm2") == f" (did you mean '{tmp_path / 'smollm2-135m-instruct'}'?)"
     assert f"did you mean '{meant}'" in str(why_unavailable(str(tmp_path / "results" / "dmeo" / "step_5")))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.config.base import ConfigError
 from posttrain.config.gate import GateConfig
-from posttrain.config.loader import load_standalone
+from posttrain.config.loader import load_config, load_standalone
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.config.schema import ANY_NAME, Node, find, hint_for, is_field, known_keys, schema_of, schema_of_model
 from posttrain.config.tree import Path, dotted
@@ -40,6 +40,7 @@ def hint(root: Node, key: str) -> str:
         (schema_of("grpo"), "grpo.num_prompt", "grpo.num_prompts_per_step"),
         (schema_of("grpo"), "policy.gen", "policy.generation"),
         (schema_of("grpo"), "checkpointing.metric", "checkpointing.metric_name"),
+        (schema_of("grpo"), "value.model", "value.model_name"),
     ],
 )
 def test_a_field_of_the_same_section_is_proposed(root: Node, written: str, meant: str) -> None:
@@ -75,6 +76,12 @@ def test_whatever_is_proposed_exists(root: Node) -> None:
                 proposed = tuple(found[1].split("."))
                 assert is_field(root, proposed), f"{dotted(written)} -> {found[1]}"
                 assert proposed != written[: len(proposed)], f"{dotted(written)} -> {found[1]}, which was written"
+
+
+def test_a_key_that_nothing_reads_is_not_proposed_elsewhere() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("ppo", None, ["value.optimizer.lr=1e-5"])
+    assert str(caught.value) == "command line: unknown key `value.optimizer.lr`; `value.optimizer` has kwargs, name"
 
 
 def test_files_are_read_with_these_hints(tmp_path: FilePath) -> None:

@@ -23,6 +23,13 @@ def test_a_variant_is_its_kind_with_settings() -> None:
     assert presets("ppo") == presets("grpo") != []
 
 
+def test_a_warm_up_of_the_critic_that_lasts_the_whole_run_is_mentioned() -> None:
+    warm_up = [f"grpo.policy_training_start_step={steps}" for steps in (9, 10)]
+    assert load_config("ppo", None, ["steps=10", warm_up[0]]).warnings == []
+    (warning,) = load_config("ppo", None, ["steps=10", warm_up[1]]).warnings
+    assert warning.endswith("but grpo.max_num_steps = 10: no policy is trained")
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

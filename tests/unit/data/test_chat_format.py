@@ -109,10 +109,8 @@ def test_prompt_tokens_do_not_depend_on_the_answer(question: str, answer: str) -
         prompt, response = chat.turn(messages, answer)
         assert prompt == chat.prompt(messages)[1]
         assert chat.tokenizer.decode(response).endswith(chat.end_of_turn)
-        assert chat.encode_turns([chat.render_turn(messages, answer), chat.render_turn(ASK, "4")]) == [
-            (prompt, response),
-            chat.turn(ASK, "4"),
-        ]
+        both = chat.split_turns([chat.render_turn(messages, answer), chat.render_turn(ASK, "4")])
+        assert [turn[:2] for turn in both] == [(prompt, response), chat.turn(ASK, "4")]
 
 
 CHAT = ChatFormat(byte_tokenizer(CHATML))

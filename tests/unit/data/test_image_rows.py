@@ -243,6 +243,10 @@ def test_keys_of_the_config(folder: Path) -> None:
     assert [image.data for image in task.images] == [RED]
     assert task.metadata == {"image": "nginx:latest"}
     assert not the_task(folder, row, image_key="").images
+    with pytest.raises(
+        DataError, match=r"rows.jsonl: image_key: no row has the column 'photos' \(did you mean 'photo'"
+    ):
+        the_task(folder, row, image_key="photos")
     with pytest.raises(DataError, match="image_dir: no such folder"):
         the_task(folder, row, image_dir=str(folder / "nowhere"))
 

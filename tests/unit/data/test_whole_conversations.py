@@ -36,7 +36,7 @@ def test_prompt_and_response_are_the_tokens_of_the_finished_conversation(
 def test_both_answers_of_a_pair_have_one_prompt_even_where_one_merges_with_it() -> None:
     tokenizer = byte_tokenizer(CHATML, MERGES)
     chat = WholeChatFormat(tokenizer)
-    (prompt, chosen), (other, rejected) = chat.encode_turns(
+    (prompt, chosen, _), (other, rejected, _) = chat.split_turns(
         [chat.render_turn(QUESTION, answer) for answer in ("abc", "xyz")]
     )
     assert prompt == other

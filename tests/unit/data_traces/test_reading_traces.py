@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from trace_files import chat_trace, random_rows, trace, write_lines, write_parquet
+from trace_files import chat_trace, is_complete, random_rows, trace, write_lines, write_parquet
 
 from posttrain.data.errors import DataError
 from posttrain.data.traces import ReadReport, TraceColumns, TraceFilters, files, iter_trace_groups
@@ -97,7 +97,8 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
         "at": "2026-03-01T10:00:00+02:00",
         "gold": "a",
     }
-    columns = TraceColumns("question", "text", reward="score", group_id="grp", model="who", time="at", reference="gold")
+    named = {"input": "question", "output": "text", "reward": "score", "group_id": "grp", "model": "who", "time": "at"}
+    columns = TraceColumns(**named, reference="gold")
     [group] = iter_trace_groups(write_lines(tmp_path / "t.jsonl", [row]), columns)
     [found] = group.traces
     assert (found.group_id, found.model, found.reward, found.reference) == ("7", "m", 1.0, "a")
@@ -147,7 +148,7 @@ def test_bad_rows_are_named_and_counted_and_the_rest_is_used(tmp_path: Path, sha
     }
     assert report.problems["broken JSON"].examples == [f"{path}, row 4"]
     assert report.rows == 30
-    assert report.complete
+    assert is_complete(report)
     assert not report.filtered
 
 
@@ -160,7 +161,7 @@ def test_bad_rewards_in_parquet(tmp_path: Path) -> None:
         "reward is NaN, infinite or beyond ±1e+30": [f"{tmp_path}/t.parquet, row 3"],
         "no prompt": [f"{tmp_path}/t.parquet, row 4"],
     }
-    assert report.complete
+    assert is_complete(report)
 
 
 def test_messages_that_do_not_fit(tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ def test_row_groups_larger_than_a_batch(tmp_path: Path, monkeypatch: pytest.Monk
     rows = random_rows(3000, 100)
     report = ReadReport()
     assert groups_of(write_parquet(tmp_path / "t.parquet", rows), report=report) == slow_groups(rows)
-    assert report.complete
+    assert is_complete(report)
 
 
 def test_parquet_with_dictionaries_and_large_strings(tmp_path: Path) -> None:
@@ -329,7 +330,7 @@ def test_a_number_of_thousands_of_digits_is_a_broken_line(tmp_path: Path) -> Non
     report = ReadReport()
     assert groups_of(str(tmp_path / "t.jsonl"), report=report) == {"q": [("a", 1.0)]}
     assert report.problems["broken JSON"].count == 1
-    assert report.complete
+    assert is_complete(report)
 
 
 def test_content_in_parts_is_its_text(tmp_path: Path) -> None:
@@ -345,7 +346,7 @@ def test_content_that_is_no_text_is_counted(tmp_path: Path, content: Any) -> Non
     rows[1]["messages"][1]["name"] = "bot"  # a key that says nothing
     report = ReadReport()
     [group] = iter_trace_groups(write_lines(tmp_path / "t.jsonl", rows), report=report)
-    assert group.rewards == [1.0]
+    assert [one.reward for one in group.traces] == [1.0]
     assert {reason: tally.count for reason, tally in report.problems.items()} == {
         "messages without role and content": 1
     }
@@ -375,4 +376,4 @@ def test_an_answer_column_that_repeats_the_prompt_gives_the_answer_alone(tmp_pat
     [group] = iter_trace_groups(write_lines(tmp_path / "t.jsonl", [row, other]), report=report)
     assert [one.response for one in group.traces] == ["good", "bad", "good"]
     assert report.problems["the response begins with turns that are not its prompt"].count == 1
-    assert report.complete
+    assert is_complete(report)

@@ -71,8 +71,6 @@ def test_group_ids_keep_equal_prompts_apart_and_different_prompts_too(tmp_path: 
     split = [[one.response for one in group.traces] for group in iter_trace_groups(path, report=report)]
     assert split == [["a", "d"], ["b"], ["c"]]
     assert report.ids_with_several_prompts == 1
-    whole = [[one.response for one in group.traces] for group in iter_trace_groups(path, split_prompts=False)]
-    assert whole == [["a", "c", "d"], ["b"]]
     # An answer is only preferred to another answer to the very same prompt.
     [pair] = iter_pair_rows(path, rules=PairRules(strategy="all"))
     assert (pair["chosen_response"], pair["rejected_response"]) == ("a", "d")

@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.data.traces import ReadReport
+
 Rows = Sequence[Mapping[str, Any]]
+
+
+def is_complete(report: ReadReport) -> bool:
+    """The invariant at the end of reading."""
+    tallies = [*report.problems.values(), *report.filtered.values()]
+    return report.rows == report.kept + sum(tally.count for tally in tallies)
 
 
 def trace(prompt: str, response: str, reward: Any, **more: Any) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from posttrain.environments import check_environments, side_process
 from posttrain.environments.settings import read_turns
 from posttrain.environments.turns import TurnTask
 from posttrain.environments.turns.interface import TurnItem
+from posttrain.environments.turns.openenv import OpenEnv
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
+from posttrain.environments.turns.replay import History
 from posttrain.errors import InputError
 from posttrain.types import Score
 
@@ -108,6 +110,16 @@ def router(game: Path) -> Iterator[TurnRouter]:
 def sides() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
     return [one for one in children if any("posttrain_openenv.py" in word for word in one.cmdline())]
+
+
+@pytest.mark.parametrize("text", ["nan", "-inf", "9" * 400, "one"])
+def test_a_number_that_cannot_be_sent_is_for_the_model_to_read(text: str) -> None:
+    environment = object.__new__(OpenEnv)
+    environment._field, environment._actions, environment._metrics = "guess", {"guess": {"type": "number"}}, ()
+    for field, action in (("guess", text), (None, "[" * 100_000)):
+        environment._field = field
+        turn = environment.step(History(), action)
+        assert (str(turn.observation)[:7], turn.counts) == ("error: ", {"malformed_actions": 1})
 
 
 @needs_openenv

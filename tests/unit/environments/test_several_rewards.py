@@ -172,12 +172,12 @@ def test_an_error_in_one_reward_ends_the_others_at_once(folder: Path) -> None:
     part = {"type": "python", "function": "rewards.py:fickle", "timeout_s": 3600}
     slow = build_environment(read_settings({"e": {"rewards": {"h": part}}}, folder)["e"])
     assert isinstance(slow, WeightedRewards)
-    both = WeightedRewards({"slow": slow.rewards["h"], "model": Failing()}, {"slow": 1, "model": 1})
+    both = WeightedRewards({"slow": slow.environments["h"], "model": Failing()}, {"slow": 1, "model": 1})
     task = Task(0, "t", "p", (), None)
     with pytest.raises(RuntimeError, match="out of memory"):
         both.score([task], [Completion((), (), "hang", "stop")])  # would take an hour
     with pytest.raises(ScoringInterrupted):
-        slow.rewards["h"].score([task], [Completion((), (), "fine", "stop")])
+        slow.environments["h"].score([task], [Completion((), (), "fine", "stop")])
     both.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("scoring")]
 

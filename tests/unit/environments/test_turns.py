@@ -241,6 +241,26 @@ def _state(fields: dict[str, Any]) -> bytes:
     return data
 
 
+@pytest.mark.parametrize(
+    ("schema", "fits"), [({"type": ["string", "null"]}, True), ({"type": ["integer", "null"]}, False), (True, True)]
+)
+def test_a_type_in_a_schema_may_be_a_list(schema: Any, fits: bool, tmp_path: Path) -> None:
+    answer = taker(
+        tmp_path,
+        f"""
+        class Mine(ToolEnvironment):
+            parameters = {{"properties": {{"x": {schema}}}}}
+            tools = [{{"type": "function", "function": {{"name": "say", "parameters": parameters}}}}]
+
+            def call(self, state, name, arguments):
+                return "said"
+        """,
+    )
+    state = _state(answer(TurnItem("reset", task=TASK)).fields)
+    (said,) = answer(TurnItem("step", state=state, calls=(ToolCall("say", {"x": "a"}),))).fields["observation"]
+    assert said["content"] == ("said" if fits else "error: say: the argument 'x' must be a integer or null")
+
+
 def test_results_that_are_too_long_for_a_turn_are_cut_with_a_note(tmp_path: Path) -> None:
     answer = taker(
         tmp_path,

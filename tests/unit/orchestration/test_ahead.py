@@ -323,7 +323,8 @@ def test_a_surplus_has_the_same_bits_after_a_resume(model: Path, tmp_path: Path)
         trainer = ShardedTrainer(WithBeside(None, own), MicroBatching(200), MicroBatching(200), seed=0)
         for group in groups[:num_begun]:
             trainer.begin_reference(OpenGroup(group.task, 1, tuple(one.completion for one in group.rollouts)))
-        return trainer, DynamicSampling(position.stream, position, 3, 1, when_earlier=trainer.begin_reference)  # type: ignore[arg-type]
+        stream: Any = position.stream
+        return trainer, DynamicSampling(stream, position, 3, 1, when_earlier=trainer.begin_reference)
 
     def scored(trainer: ShardedTrainer, source: DynamicSampling, num_groups: int) -> list[float]:
         batch = rollout_batch(source.take(num_groups, 1).groups, overlong_filtering=False)

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
 
 from posttrain.checkpointing import StopAtOnce
-from posttrain.errors import InputError, Terminated
+from posttrain.errors import HardwareError, InputError, Terminated
 from posttrain.orchestration import ray_cluster
 from posttrain.orchestration.deadlines import collective_timeout
 from posttrain.orchestration.ray_cluster import find_cluster, token_source
@@ -162,6 +162,16 @@ def test_a_private_ray_has_a_token_of_its_own_and_writes_none_to_the_home_folder
     assert os.environ["RAY_AUTH_MODE"] == "token"
     assert [arguments["address"] for arguments in started] == ["local"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_private_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**arguments: object) -> None:
+        raise Exception("The current node timed out during startup.\nMore.")  # as Ray does
+
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a")
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    with pytest.raises(HardwareError, match=r"no private Ray could be started: The current node timed out .* Its logs"):
+        start_workers(int, RankLayout(ranks_per_node=2, device="cpu"), "auto")
 
 
 @pytest.mark.parametrize(("value", "seconds"), [("7200", 7200), ("", None)])

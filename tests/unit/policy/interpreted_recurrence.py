@@ -48,13 +48,6 @@ def test_a_packed_row(heads: Heads) -> None:
     assert_recurs(LENGTHS, FOLLOWS, heads, torch.float32, 2e-5, unit=heads.corrects)
 
 
-def test_joined_blocks_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain.policy.fused import recurrence
-
-    monkeypatch.setattr(recurrence, "SOLVER_LEVELS", 3)
-    assert_recurs([70], [None], Heads(1, 1, 16, 16), torch.float32, 2e-5, unit=True)
-
-
 def test_several_blocks_of_columns() -> None:
     assert_recurs([66], [None], Heads(1, 1, 72, 80), torch.float32, 2e-5, unit=True)
 

@@ -47,9 +47,8 @@ def test_epochs_of_a_file_that_steps_replace_are_named(words: list[str], line: s
     rows: Any = range(40)
     header = header_lines(
         loaded.config,
-        Prepared(rows, None, rows, rows),
+        Prepared(rows, None, rows, rows, "rows"),
         ModelFacts(1.0, 1, "cpu", "cpu", 1),
-        unit="examples",
         num_devices=1,
         max_steps=9,
         planned="",
@@ -73,9 +72,8 @@ def test_steps_that_are_too_large_for_a_cpu_are_named(
     rows: Any = range(40)
     header = header_lines(
         load_config("grpo", None, words).config,
-        Prepared(rows, None, rows, rows),
+        Prepared(rows, None, rows, rows, "rows"),
         ModelFacts(1.0, num_parameters, device, "CPU", num_parameters),
-        unit="prompts",
         num_devices=1,
         max_steps=9,
         planned="",

@@ -15,6 +15,7 @@ from posttrain.reporting.doctor import Finding
 from posttrain.reporting.examination import examine_folder
 from posttrain.reporting.run_data import groups_of
 from posttrain.reporting.run_files import append_rows, complete_row, open_run, parse_lines, read_rows
+from posttrain.reporting.wording import short_model_name
 from posttrain.types import Score
 
 FILES = ("metrics.jsonl", "config.yaml", "run.json", "report.html", "workers.jsonl")
@@ -307,3 +308,16 @@ def test_answers_of_a_report_take_bounded_memory(tmp_path: Any, monkeypatch: Any
     file.unlink()
     os.mkfifo(file)
     assert groups_of(file) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("/shared/results/demo/taught/step_200/policy/weights/model", "taught/step_200"),
+        ("/shared/models/mine", "models/mine"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("tiny", "tiny"),
+    ],
+)
+def test_titles_name_a_model_in_short(model: str, expected: str) -> None:
+    assert short_model_name(model) == expected

@@ -360,6 +360,24 @@ def test_an_agent_that_works_too_long_between_requests_is_ended(
     assert len(group.rollouts[0].completion.token_ids) > 0
 
 
+def test_time_for_the_model_and_for_tools_is_told_apart(
+    tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = """
+    def solve(task, endpoint):
+        ask(endpoint, task.messages)
+        time.sleep(0.3)
+        return 1.0
+    """
+    agents = source(tmp_path, script, cleanup)
+    generate = agents.engine.generate
+    monkeypatch.setattr(agents.engine, "generate", lambda *given: time.sleep(0.2) or generate(*given))
+    times = agents.take(1, step=1).timings_s
+    assert times["generation/agents_working"] >= 0.3
+    assert times["generation/waiting_for_model"] >= 0.2
+    assert times["generation"] >= 0.5
+
+
 def test_time_in_which_the_endpoint_works_is_not_the_agents(
     tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -857,6 +875,8 @@ def refused(**body: Any) -> str | None:
         ({**USER, "cache": True}, "cache"),
         ({**USER, "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}, "content.0"),
         ({**USER, "content": [{"type": "text", "text": "a", "bold": True}]}, "content.0.bold"),
+        ({**USER, "content": 5}, "content"),
+        ({**USER, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}, "tool_calls"),
     ],
 )
 def test_what_a_message_cannot_have_is_refused_with_its_field(message: Any, field: str) -> None:
@@ -865,8 +885,9 @@ def test_what_a_message_cannot_have_is_refused_with_its_field(message: Any, fiel
 
 def test_fields_that_do_not_fit_others_are_refused() -> None:
     assert str(refused(tools=[{"type": "custom", "function": {"name": "add"}}])).startswith("tools")
-    assert str(refused(stop=["x"] * 17)).startswith("stop")
-    assert str(refused(stop="x" * 1001)).startswith("stop")
+    assert refused(stop=["x"] * 17) == "stop"
+    assert refused(tool_choice="any") == "tool_choice"
+    assert refused(stop="x" * 1001) == refused(stop=5) == "stop"
     read_request(json.dumps({"messages": [USER], "stop": ["x"] * 16}).encode())
     other = {"type": "function", "function": {"name": "other"}}
     assert refused(tool_choice=other, tools=[TOOL]) == refused(tool_choice="required") == "tool_choice"

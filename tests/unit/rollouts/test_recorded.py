@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fakes import ScriptedEngine, ScriptedEnvironment, ScriptedTasks, completion
 
-from posttrain.rollouts.fresh import FreshRollouts
-from posttrain.rollouts.recorded import RecordedRollouts
+from posttrain.rollouts.fresh import FreshRollouts, RecordedRollouts
 from posttrain.types import Completion, NoiseKey, Rollout, Sampling, Score, TakenGroups, Task
 
 

@@ -1,6 +1,6 @@
 """The Python interface: `import posttrain`, then `posttrain.grpo(…)`. Importing this package loads nothing heavy."""
 
-import posttrain.apps.ship.registry  # noqa: F401 - registry:NAME@STAGE may be named as a model
+import posttrain.apps.ship.registry  # registry:NAME@STAGE may be named as a model
 from posttrain.apps.api.calls import distill, dpo, evaluate, grpo, ppo, rm, sft
 from posttrain.apps.api.run import Run, RunFailed
 

@@ -15,13 +15,12 @@ from posttrain.apps.api.settings import (
     ENVIRONMENT,
     dataset_block,
     environment_block,
-    has_conversations,
     loaded_config,
     overrides_of,
     rows_of,
 )
 from posttrain.apps.train import WITH_APPS
-from posttrain.data.columns import PROMPT_COLUMNS, REFERENCE_COLUMNS, first_row
+from posttrain.data.columns import PROMPT_COLUMNS, REFERENCE_COLUMNS, first_row, has_conversations
 from posttrain.errors import ExitCode
 from posttrain.files.json_files import JsonMapping, JsonObject
 from posttrain.run import quieten_libraries, start_run

@@ -76,7 +76,7 @@ def run_html(folder: Path) -> str:
 
 
 def _image(run: Any) -> str:
-    from posttrain.reporting.charts import Frame, label, path_of, picture, value_range
+    from posttrain.reporting.charts import Frame, label, picture, value_range
 
     drawn = [run.series(key, name) for key, name in run.headline.chart.curves]
     drawn = [one for one in drawn if not one.is_empty]
@@ -85,10 +85,7 @@ def _image(run: Any) -> str:
     values = [value for one in drawn for value in one.values if value is not None]
     low, high = value_range(values)
     frame = Frame.around([step for one in drawn for step in one.steps], low, high, size=SIZE)
-    lines = [
-        f'<path class="line {"ab"[index % 2]}" d="{path_of(frame.pixels(one.steps, one.values))}"/>'
-        for index, one in enumerate(drawn)
-    ]
+    lines = [frame.curve("ab"[index % 2], one.steps, one.values) for index, one in enumerate(drawn)]
     keys = ", ".join(f"{one.name} {label(one.last)}" for one in drawn if one.last is not None)
     key = f'<text class="key" x="{SIZE[0] - 20}" y="28" text-anchor="end">{escape(keys)}</text>'
     drawing = f'<g transform="translate(0 34)">{frame.grid()}{"".join(lines)}</g>'

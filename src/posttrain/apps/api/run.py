@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import InputError, near_path
+from posttrain.reporting.run_files import INFO_FILE, METRICS_FILE, REPORT_FILE, read_info, rollout_step
 
 if TYPE_CHECKING:
     import pandas
@@ -47,8 +48,6 @@ class Run:
     """The run in a folder. `folder` is where its metrics are, `checkpoints` where its checkpoints are."""
 
     def __init__(self, folder: str | Path, checkpoints: str | Path | None = None) -> None:
-        from posttrain.reporting.run_files import INFO_FILE, METRICS_FILE
-
         self.folder = Path(folder)
         self.checkpoints = Path(checkpoints) if checkpoints is not None else self.folder
         if not self.folder.is_dir():
@@ -62,8 +61,6 @@ class Run:
     @property
     def info(self) -> JsonObject:
         """`run.json`: title, algorithm, status, times, warnings."""
-        from posttrain.reporting.run_files import read_info
-
         return read_info(self.folder)
 
     @property
@@ -94,7 +91,6 @@ class Run:
         """The groups of a step, each a prompt with its answers, rewards and advantages. None is the newest step."""
         from posttrain.reporting.rows import read_rollouts
         from posttrain.reporting.run_data import load_run
-        from posttrain.reporting.run_files import rollout_step
 
         files = {rollout_step(path): path for path in load_run(self.folder).rollout_files(validation=validation)}
         if not files:
@@ -117,8 +113,6 @@ class Run:
     @property
     def report(self) -> Path:
         """`report.html`."""
-        from posttrain.reporting.run_files import REPORT_FILE
-
         return self.folder / REPORT_FILE
 
     # ------------------------------------------------------------------ what it trained

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from posttrain.apps.api.inputs import Inputs, name_of
-from posttrain.data.columns import REFERENCE_COLUMNS, columns_of, first_row, named_columns, prompt_column
+from posttrain.data.columns import REFERENCE_COLUMNS, columns_of, first_row, named_columns
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonMapping, JsonObject
 
@@ -30,12 +30,8 @@ if TYPE_CHECKING:
 ENVIRONMENT = "reward"  # the key under `env` of what is given as reward=
 
 
-def override(key: str, value: object) -> str:
-    return f"{key}={_text(value, key)}"
-
-
 def overrides_of(settings: Mapping[str, object]) -> list[str]:
-    return [override(key, value) for key, value in settings.items()]
+    return [f"{key}={_text(value, key)}" for key, value in settings.items()]
 
 
 def loaded_config(
@@ -124,12 +120,6 @@ def _columns(kind: str, row: Mapping[str, object], reward: Reward | None) -> dic
     if kind == "grpo" and functions and (not has_answer or any(map(_takes_batches, functions))):
         found["output_key"] = ""  # the columns go to the function under their own names
     return found
-
-
-def has_conversations(row: Mapping[str, object]) -> bool:
-    """Whether the prompt of the row is a list of messages."""
-    column = prompt_column(row)
-    return column is not None and isinstance(row[column], Sequence) and not isinstance(row[column], str)
 
 
 # ---------------------------------------------------------------------------------------------------------- rewards

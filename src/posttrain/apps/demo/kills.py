@@ -6,7 +6,6 @@ from their newest checkpoint.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -24,8 +23,9 @@ from posttrain.errors import InputError
 from posttrain.files.digests import sha256_of_file
 from posttrain.files.json_files import JsonMapping
 from posttrain.processes import ending_of
-from posttrain.reporting.charts import Frame, path_of, picture, value_range
+from posttrain.reporting.charts import Frame, picture, value_range
 from posttrain.reporting.rows import read_rollouts
+from posttrain.reporting.run_files import METRICS_FILE, read_rows
 
 SFT_STEPS = 200
 SAVE_PERIOD = 5
@@ -95,16 +95,7 @@ def _posttrain(folder: Path, seed: int, num_kills: int, steps: int, chance: rand
     num_kills = _both("posttrain", command("whole"), command("killed"), folder, num_kills, chance)
     whole, killed = folder / "whole", folder / "killed"
     first, second = _rows(whole), _rows(killed)
-    differences = _differences(whole, killed, first, second, steps)
-    return TrainerRuns("posttrain", _rewards(first), _rewards(second), num_kills, differences)
-
-
-def _differences(
-    whole: Path, killed: Path, first: list[JsonMapping], second: list[JsonMapping], steps: int
-) -> list[str]:
-    found = []
-    if first != second:
-        found.append("rows of metrics.jsonl")
+    found = ["rows of metrics.jsonl"] if first != second else []
     for step in range(1, steps + 1):
         one, other = (read_rollouts(run / f"rollouts/step_{step}.jsonl.gz") for run in (whole, killed))
         if one != other:
@@ -113,7 +104,7 @@ def _differences(
     weights = [sorted((run / f"step_{steps}/policy/weights").rglob("*.safetensors")) for run in (whole, killed)]
     if not weights[0] or [sha256_of_file(file) for file in weights[0]] != [sha256_of_file(file) for file in weights[1]]:
         found.append("final weights")
-    return found
+    return TrainerRuns("posttrain", _rewards(first), _rewards(second), num_kills, found)
 
 
 def _trl(folder: Path, num_kills: int, steps: int, chance: random.Random) -> TrainerRuns:
@@ -147,8 +138,9 @@ def _both(name: str, whole: list[str], killed: list[str], folder: Path, num_kill
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-        if child.returncode >= 0:
-            break
+        if child.returncode >= 0:  # it reached its end first
+            _check(child.returncode, killed, folder / f"{name}-killed.log")
+            return done
         done += 1
         print(f"  kill -9 after {wait_s:.1f} s", flush=True)
     _finish(killed, folder / f"{name}-killed.log")
@@ -157,16 +149,18 @@ def _both(name: str, whole: list[str], killed: list[str], folder: Path, num_kill
 
 def _finish(command: list[str], log: Path) -> None:
     with log.open("ab") as output:
-        code = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
+        _check(subprocess.run(command, stdout=output, stderr=output, check=False).returncode, command, log)
+
+
+def _check(code: int, command: list[str], log: Path) -> None:
     if code:
-        raise RuntimeError(f"`{' '.join(command[:4])} …` ended with {ending_of(code)}; see {log}")
+        sys.exit(f"posttrain: error: `{' '.join(command[:4])} …` ended with {ending_of(code)}; see {log}")
 
 
 def _rows(run: Path) -> list[JsonMapping]:
     """The rows of a run without what a clock measured."""
     clocks = ("timing/", "performance/", "memory/", "cluster/")
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_rows(run / METRICS_FILE)
     return [{k: v for k, v in row.items() if not k.startswith(clocks) and k != "time"} for row in rows]
 
 
@@ -180,10 +174,8 @@ def _drawn(sides: Sequence[TrainerRuns]) -> str:
     for number, side in enumerate(sides):
         values = [*side.whole.values(), *side.killed.values()]
         frame = Frame.around(list(side.whole), *value_range(values), size=(width, 260))
-        curves = []
-        for style, rewards in (("a", side.whole), ("b", side.killed)):
-            points = frame.pixels(list(rewards), list(rewards.values()))
-            curves.append(f'<path class="line {style}" d="{path_of(points)}"/>')
+        both = (("a", side.whole), ("b", side.killed))
+        curves = [frame.curve(style, list(rewards), list(rewards.values())) for style, rewards in both]
         label = f"{side.name}: left alone, and killed {side.num_kills} times; mean reward by step"
         body.append(
             f'<g transform="translate(0 {50 + 260 * number})">{frame.grid()}{"".join(curves)}'

@@ -16,6 +16,7 @@ from posttrain.errors import InputError
 from posttrain.files.locks import locked
 from posttrain.reporting.examination import errors_of_model
 from posttrain.reporting.rows import read_rollouts
+from posttrain.reporting.run_files import METRICS_FILE, read_rows
 
 SFT_STEPS = 500
 GRPO_STEPS = 100
@@ -129,7 +130,7 @@ def grpo_overrides(folder: Path, seed: int, steps: int) -> list[str]:
 
 
 def _summarise(run: Path, seconds: float) -> None:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(run / METRICS_FILE)
     accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
     first, last = (read_rollouts(run / f"rollouts/step_{row['step']}.jsonl.gz") for row in (rows[1], rows[-1]))
     print("\nThree groups of answers to the same kind of question, before and after:")

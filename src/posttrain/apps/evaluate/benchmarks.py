@@ -16,7 +16,15 @@ import yaml
 
 from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError, nearest
-from posttrain.data.named_datasets import RESPONSE_DATASETS, NamedDataset, ResponseSpec, find_spec, spec_of, unreadable
+from posttrain.data.named_datasets import (
+    RESPONSE_DATASETS,
+    NamedDataset,
+    ResponseSpec,
+    find_spec,
+    folded,
+    spec_of,
+    unreadable,
+)
 from posttrain.data.row_dataset import keyed_order
 from posttrain.data.sources import Row
 from posttrain.environments.math_answers import last_boxed
@@ -118,13 +126,10 @@ GENERIC = Benchmark(
 
 def find_benchmark(name: str) -> Benchmark | None:
     """The benchmark of that name, alias or hub name; also `mmlu_ZH-CN` and the other languages of MMMLU."""
-    wanted = _folded(name)
-    for benchmark in BENCHMARKS:
-        names = (benchmark.name, *benchmark.aliases, *([benchmark.hub] if benchmark.hub else ()))
-        if wanted in map(_folded, names):
-            return benchmark
+    if (benchmark := find_spec(name, BENCHMARKS)) is not None:
+        return benchmark
     for language in MULTILINGUAL_MMLU:
-        if wanted == _folded(f"mmlu_{language}"):
+        if folded(name) == folded(f"mmlu_{language}"):
             return Benchmark(
                 f"mmlu_{language.replace('_', '-')}",
                 hub="openai/MMMLU",
@@ -153,7 +158,3 @@ def lines_for_people() -> list[str]:
     lines = [f"  {b.name:<{width}}  {b.about}  ({b.hub}, {b.split})" for b in BENCHMARKS]
     languages = ", ".join(MULTILINGUAL_MMLU).replace("_", "-")
     return [*lines, f"  {'mmlu_ZH-CN':<{width}}  and the other languages of MMMLU: {languages}"]
-
-
-def _folded(name: str) -> str:
-    return "".join(character for character in name.lower() if character.isalnum() or character == "/")

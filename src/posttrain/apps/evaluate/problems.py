@@ -39,6 +39,10 @@ CHOICE_PROMPT = (
 _FORMATS = ("csv", "json", "jsonl", "parquet")
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # files of `datasets`
 _ID_COLUMNS = ("id", "unique_id", "problem_id")
+_OF_AN_ENTRY = (
+    *("dataset_name", "data_path", "subset", "split", "download_dir"),
+    *("image_key", "image_dir", "allow_image_urls"),
+)
 
 
 @dataclass(frozen=True)
@@ -120,16 +124,7 @@ def benchmark_of(data: EvalDataConfig) -> Benchmark:
 
 def _rows(data: EvalDataConfig, benchmark: Benchmark, limit: int | None) -> Iterator[Row]:
     known = None if benchmark is GENERIC else benchmark
-    entry = Entry(
-        dataset_name=data.dataset_name,
-        data_path=data.data_path,
-        subset=data.subset,
-        split=data.split,
-        download_dir=data.download_dir,
-        image_key=data.image_key,
-        image_dir=data.image_dir,
-        allow_image_urls=data.allow_image_urls,
-    )
+    entry = Entry(**{name: getattr(data, name) for name in _OF_AN_ENTRY})
     path = data.data_path or (entry.local_path if known is None else None)
     of_subset = _files_of_subset(path, known, data) if path is not None and known is not None else []
     if of_subset:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -20,6 +19,7 @@ from posttrain.config.tree import Tree
 from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping, JsonObject, read_json
 from posttrain.files.redaction import without_credentials
+from posttrain.files.text_templates import render_text
 from posttrain.models.hub import looks_like_hub_name
 from posttrain.models.loading import auto_class_of
 from posttrain.recipes import KINDS
@@ -131,94 +131,49 @@ def _metrics_file(source: ConversionInput) -> Path:
 
 
 def model_card(source: ConversionInput, facts: JsonMapping, *, name: str) -> str:
-    kind = facts["algorithm"]
+    kind, scores_answers, metrics = facts["algorithm"], _scores_answers(source.run_config), facts["metrics"]
     front: JsonObject = {
         "library_name": "peft" if facts["lora"] == "adapter" else "transformers",
-        "pipeline_tag": "text-classification" if _scores_answers(source.run_config) else "text-generation",
+        "pipeline_tag": "text-classification" if scores_answers else "text-generation",
         "tags": ["posttrain", *([kind] if kind else [])],
     }
     if facts["license"]:
         front["license"] = facts["license"]
     if facts["base_model"] and looks_like_hub_name(facts["base_model"]):  # the hub refuses anything else there
         front["base_model"] = facts["base_model"]
-    parts = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
-        f"# {name}",
-        _introduction(facts, source.run_config),
-        _usage_section(
-            facts, name, auto_class_of(source.shape.config).__name__, scores_answers=_scores_answers(source.run_config)
-        ),
-        _data_section(facts["data"]),
-        _evaluation_section(source, facts),
-        _afterwards_section(facts),
-        _training_section(facts["metrics"]),
-        _lineage_section(facts),
-        _config_section(source.run_config),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _introduction(facts: JsonMapping, run_config: JsonMapping) -> str:
-    base = f" from `{facts['base_model']}`" if facts["base_model"] else ""
-    how, config = "", Tree(dict(run_config))
-    if (kind := facts["algorithm"]) is not None:
-        teaches_alone = config.get(("teacher", "model_name")) and not config.get(("teacher", "reward_weight"))
-        has_critic = config.get(("grpo", "adv_estimator", "name")) == "gae"
-        how = f" with {KINDS['ppo' if has_critic else 'distill' if teaches_alone else kind].method}"
-    what = {"adapter": "A LoRA adapter trained", "merged": "A model with its LoRA adapter merged in, trained"}.get(
-        facts["lora"], "A model trained" if facts["algorithm"] else "A model converted"
+    text = render_text(
+        Path(__file__).with_name("model_card.md"),
+        front=yaml.safe_dump(front, sort_keys=False),
+        name=name,
+        facts=facts,
+        method=_method(kind, source.run_config),
+        scores_answers=scores_answers,
+        auto_class=auto_class_of(source.shape.config).__name__,
+        validated=_validated(source, facts),
+        errors=[error.line for error in errors_of_model(str(source.checkpoint))] if source.checkpoint else [],
+        training={key: metrics[key] for key in TRAINING if key in metrics},
     )
-    return f"{what}{base}{how} by posttrain {facts['posttrain_version']}."
+    text = re.sub(r"\n{3,}", "\n\n", text)  # between parts of which some are missing
+    if not source.run_config:
+        return text
+    config = yaml.safe_dump(without_credentials(dict(source.run_config)), sort_keys=False, allow_unicode=True)
+    summary = "<details><summary>The run's whole config</summary>"
+    return f"{text}\n## Config\n\n{summary}\n\n```yaml\n{config}```\n\n</details>\n"
 
 
-def _data_section(data: list[JsonObject]) -> str:
-    if not data:
+def _method(kind: str | None, run_config: JsonMapping) -> str:
+    if kind is None:
         return ""
-    lines = [
-        f"- {entry['role']}: " + ", ".join(f"{key} `{value}`" for key, value in entry.items() if key != "role")
-        for entry in data
-    ]
-    return "## Data\n\n" + "\n".join(lines)
+    config = Tree(dict(run_config))
+    teaches_alone = config.get(("teacher", "model_name")) and not config.get(("teacher", "reward_weight"))
+    has_critic = config.get(("grpo", "adv_estimator", "name")) == "gae"
+    return KINDS["ppo" if has_critic else "distill" if teaches_alone else kind].method
 
 
-def _usage_section(facts: JsonMapping, name: str, kind: str, *, scores_answers: bool) -> str:
-    """A few lines of Python that load the folder and use it."""
-    lines, module = [], "transformers"
-    if scores_answers:
-        kind = "AutoModelForSequenceClassification"
-    elif facts["lora"] == "adapter":
-        kind, module = "AutoPeftModelForCausalLM", "peft"
-    if module == "transformers":
-        lines.append(f"from transformers import {kind}, AutoTokenizer")
-    else:
-        lines += [f"from {module} import {kind}", "from transformers import AutoTokenizer"]
-    on_top = f"  # on top of {facts['base_model']}" if module == "peft" and facts["base_model"] else ""
-    lines += [
-        f'model = {kind}.from_pretrained("{name}"){on_top}',
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
-    ]
-    if scores_answers:
-        lines += [
-            'chat = [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]',
-            'inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)',
-            "print(model(**inputs).logits[0, 0].item())  # the reward of the answer",
-        ]
-    else:
-        lines += [
-            'chat = [{"role": "user", "content": "…"}]',
-            "inputs = tokenizer.apply_chat_template("
-            'chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)',
-            'answer = model.generate(**inputs, max_new_tokens=256)[0, inputs["input_ids"].shape[1]:]',
-            "print(tokenizer.decode(answer, skip_special_tokens=True))",
-        ]
-    return "## Usage\n\n```python\n" + "\n".join(lines) + f"\n```\n\nOr in a terminal: `posttrain chat {name}`."
-
-
-def _evaluation_section(source: ConversionInput, facts: JsonMapping) -> str:
-    """The validation of the run: before training, where it was measured, and at the checkpoint; and the doctor's
-    verdict."""
+def _validated(source: ConversionInput, facts: JsonMapping) -> list[list[str]] | None:
+    """The validation of the run: before training, where it was measured, and at the checkpoint. None: it had none."""
     if source.checkpoint is None or facts["step"] is None:
-        return ""
+        return None
     rows = [row for row in read_rows(_metrics_file(source)) if row["step"] <= facts["step"]]
     measured = [row for row in rows if any(key.startswith("validation/") for key in row)]
     lines = []
@@ -229,14 +184,8 @@ def _evaluation_section(source: ConversionInput, facts: JsonMapping) -> str:
         first, last = with_key[0], with_key[-1]
         before = f"{first[key]:.4g}" if first["step"] == 0 else ""
         name = shown_name(key, measured).removeprefix("validation/").replace("_", " ")
-        bounds, count = _certainty(last, key, source.run_config)
-        lines.append(f"| {name} | {before} | {last[key]:.4g} | {bounds} | {count} | {last['step']} |")
-    errors = [error.line for error in errors_of_model(str(source.checkpoint))]
-    doctor = "".join(f"\n\nThe doctor found: {line}." for line in errors)
-    if not lines:
-        return f"## Evaluation\n\nNot measured on held-out data.{doctor}"
-    header = "| | before training | then | 95 % interval | n | step |\n|---|---|---|---|---|---|\n"
-    return "## Evaluation\n\nOn the held-out rows of the run:\n\n" + header + "\n".join(lines) + doctor
+        lines.append([name, before, f"{last[key]:.4g}", *_certainty(last, key, source.run_config), str(last["step"])])
+    return lines
 
 
 def _certainty(row: Row, key: str, run_config: JsonMapping) -> tuple[str, str]:
@@ -265,65 +214,3 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     middle = (share + weight / 2) / (1 + weight)
     half = math.sqrt(share * (1 - share) * weight + weight**2 / 4) / (1 + weight)
     return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def _afterwards_section(facts: JsonMapping) -> str:
-    """Evaluations of the trained model, and the gate's verdict."""
-    lines = []
-    for name, one in (facts.get("evaluations") or {}).items():
-        score, bounds = one["metrics"].get(one["metric"]), one["intervals"].get(one["metric"])
-        shown = "nothing was scored" if score is None else f"{score:.4g}"
-        interval = f"{bounds['low']:.4g} to {bounds['high']:.4g}" if bounds else ""
-        remark = f", {one['doubt'].partition(', ')[2]}" if one.get("doubt") else ""
-        cells = [name, f"`{one['dataset']}`", one["metric"], shown, interval, f"{one['problems']:,}"]
-        lines.append(f"| {' | '.join(cells)} | `{one['model']}`{remark} |")
-    header = "| | dataset | metric | | 95 % interval | problems | model |\n|---|---|---|---|---|---|---|\n"
-    table = "Evaluated after training:\n\n" + header + "\n".join(lines) if lines else ""
-    gate = facts.get("gate")
-    verdict = f"The gate's verdict: **{gate['verdict'].replace('_', ' ')}**" if gate else ""
-    if gate and (of := gate.get("another_model") or gate.get("unknown_model")):
-        verdict += f", on `{of}`, which is not known to be this model"
-    reasons = "".join(f"\n- {reason}" for reason in gate["reasons"]) if gate else ""
-    return "\n\n".join(part for part in (table, verdict and f"{verdict}.\n{reasons}".rstrip()) if part)
-
-
-def _training_section(metrics: Mapping[str, float]) -> str:
-    """The main metrics of training at the checkpoint's step; `conversion.json` has all of them."""
-    rows = [f"| `{name}` | {metrics[name]:.6g} |" for name in TRAINING if name in metrics]
-    if not rows:
-        return ""
-    return (
-        "## Training\n\nAt the last step; conversion.json has all metrics.\n\n| metric | value |\n|---|---|\n"
-        + "\n".join(rows)
-    )
-
-
-def _lineage_section(facts: JsonMapping) -> str:
-    rows = {
-        "source": f"`{facts['source']}`",
-        "step": facts["step"],
-        "base model": f"`{facts['base_model']}`" if facts["base_model"] else None,
-        "LoRA": facts["lora"],
-        "SHA-256 of the run's config": f"`{facts['config_sha256']}`" if facts["config_sha256"] else None,
-        "posttrain": facts["posttrain_version"],
-        "verified": _verified(facts["verification"]),
-    }
-    lines = [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
-    return "## Lineage\n\n| | |\n|---|---|\n" + "\n".join(lines)
-
-
-def _verified(check: JsonMapping | None) -> str:
-    if check is None:
-        return "no"
-    return (
-        f"the most likely token is that of the source at {check['num_same_top']} of {check['num_tokens']} positions; "
-        f"logits differ by at most {check['max_logit_difference']:.3g} (their standard deviation is "
-        f"{check['logit_standard_deviation']:.3g}), model {check['how']}"
-    )
-
-
-def _config_section(run_config: JsonMapping) -> str:
-    if not run_config:
-        return ""
-    text = yaml.safe_dump(without_credentials(dict(run_config)), sort_keys=False, allow_unicode=True)
-    return f"## Config\n\n<details><summary>The run's whole config</summary>\n\n```yaml\n{text}```\n\n</details>"

@@ -2,14 +2,15 @@
 
 | file | what |
 |---|---|
-| `instances.py` | machines: GPUs, fabric, allocatable CPU and memory |
+| `machines.yaml`, `instances.py` | machines: GPUs, fabric, allocatable CPU and memory, prices |
 | `launch_request.py` | a run's config and a cluster profile, checked against each other; its ConfigMap |
+| `manifests/` | templates of everything below, and of the batch script of Slurm |
 | `pod_template.py`, `workloads.py` | the pod; the workload of each scheduler around it; values of Helm |
 | `admin_objects.py` | what an administrator creates once |
-| `manifest_files.py` | YAML of objects, written to and read from files |
-| `quantities.py`, `storage_sizes.py` | amounts as Kubernetes writes them; sizes of shared file systems |
+| `manifest_files.py` | objects from templates; YAML of objects, written to and read from files |
+| `quantities.py` | amounts as Kubernetes writes them; sizes of shared file systems |
 | `lint/` | checks of manifests, from here or elsewhere, in layers |
-| `cost.py` | prices with day, source and region; hours, dollars, interruptions |
+| `cost.py` | hours, dollars, interruptions |
 | `node/` | `posttrain node`, the first process of every pod |
 | `runs.py` | runs in a cluster: phase, attempts, pods by rank; the Protocol of clusters |
 | `submit.py` | which cluster a profile names; what a run is and costs before it is submitted; following it |

@@ -65,22 +65,17 @@ def examine_cluster(objects: Sequence[Object], get: Get, may: May) -> list[Check
     if (name := spec.get("priorityClassName")) is not None:
         path = f"/apis/scheduling.k8s.io/v1/priorityclasses/{name}"
         needs(f"priority class {name}", path, "create it, or leave scheduler.priority_class out")
-    _examine_queues(workload, namespace, needs)
+    if (queue := workload["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")) is not None:
+        path = f"/apis/kueue.x-k8s.io/v1beta2/namespaces/{namespace}/localqueues/{queue}"
+        needs(f"LocalQueue {queue}", path, f"{_INSTALL['kueue.x-k8s.io']}; {_SETUP}")
+    if (queue := workload["spec"].get("queue")) is not None:
+        path = f"/apis/scheduling.volcano.sh/v1beta1/queues/{queue}"
+        needs(f"Volcano queue {queue}", path, f"{_SETUP}, or set scheduler.queue to another")
     if group == "batch.volcano.sh":
         checks.append(_deadlock(get))
     checks += _examine_permissions(objects, namespace, may)
     checks.append(_examine_machines(spec, get))
     return checks
-
-
-def _examine_queues(workload: Object, namespace: str, needs: Callable[[str, str, str], None]) -> None:
-    if (queue := workload["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")) is not None:
-        base = "/apis/kueue.x-k8s.io/v1beta2"
-        remedy = f"{_INSTALL['kueue.x-k8s.io']}; {_SETUP}"
-        needs(f"LocalQueue {queue}", f"{base}/namespaces/{namespace}/localqueues/{queue}", remedy)
-    if (queue := workload["spec"].get("queue")) is not None:
-        path = f"/apis/scheduling.volcano.sh/v1beta1/queues/{queue}"
-        needs(f"Volcano queue {queue}", path, f"{_SETUP}, or set scheduler.queue to another")
 
 
 def _deadlock(get: Get) -> Check:

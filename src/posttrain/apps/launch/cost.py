@@ -9,8 +9,7 @@ and R the seconds from an interruption to the next step, the share of time that 
 
 q = 0 is the formula of Young (1974). M is never assumed silently: it is given, or a range is shown.
 
-Prices are USD an hour of a machine, each with its day, source and region; a profile's own price replaces them. Spot
-prices move hourly and by zone: a row has the lowest and the highest of its region's zones on that day.
+Prices are those of `machines.yaml`, which a profile's own replace. Spot prices move hourly and by zone.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.apps.launch.instances import find_instance
+from posttrain.apps.launch.instances import INSTANCES, MACHINES, find_instance
 from posttrain.config import RunConfig
 from posttrain.config.cluster_profile import ClusterProfile, PriceSection
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
+from posttrain.files.text_templates import render_text
 
 if TYPE_CHECKING:
     from posttrain.apps.plan.plan import RunEstimate
@@ -34,8 +35,6 @@ OLD_AFTER_DAYS = 90
 # Measured with a checkpoint of 30.2 GiB (8B, bf16 weights, 8-bit moments) on one H200, bench/LOG.md 2026-11-15.
 BACKGROUND_SAVE_S = 0.32  # that training stands still while the copy is queued
 WAITING_SAVE_BYTES_PER_S = 30.2 * 2**30 / 46.0  # where training waits for the files
-_AWS = ("us-east-2", "2026-08-22", "skypilot-catalog v7")
-_GCP = ("us-central1", "2026-08-21", "skypilot-catalog v8, GPU row and host row")
 
 
 @dataclass(frozen=True)
@@ -52,19 +51,12 @@ class Price:
         return None if self.on_demand is None else (self.on_demand, self.on_demand)
 
 
-PRICES = {
-    "p4d.24xlarge": Price(21.96, (9.86, 19.87), *_AWS),
-    "p5.48xlarge": Price(55.04, (19.97, 20.39), *_AWS),
-    "p5e.48xlarge": Price(None, (23.99, 25.19), *_AWS),
-    "p5en.48xlarge": Price(63.30, (26.28, 26.92), *_AWS),
-    "p6-b200.48xlarge": Price(113.93, (41.6, 42.2), *_AWS),
-    "a3-highgpu-8g": Price(87.83, (52.70, 52.70), *_GCP),
-    "a3-megagpu-8g": Price(92.21, (55.32, 55.32), *_GCP),
-    "a3-ultragpu-8g": Price(86.76, (50.38, 50.38), *_GCP),
-    "a4-highgpu-8g": Price(
-        90.22, (39.63, 39.63), _GCP[0], _GCP[1], "skypilot-catalog v8; its host row is 0: least certain"
-    ),
-}
+def _price(name: str) -> Price:
+    row = {"on_demand": None, **MACHINES["prices"][INSTANCES[name].provider], **MACHINES["prices"][name]}
+    return Price(**{**row, "spot": (row["spot"][0], row["spot"][1])})
+
+
+PRICES = {name: _price(name) for name in INSTANCES}
 
 
 def price_of(instance_type: str, own: PriceSection | None) -> Price:
@@ -188,29 +180,7 @@ class CostReport:
         return self.num_steps * self.step_s / 3600
 
     def lines(self) -> list[str]:
-        where = f" in {self.price.region}" if self.price.region else ""
-        lines = [
-            f"  {self.num_steps:,} steps of {self.step_s:.1f} s ({self.step_source}): {self.hours:,.1f} hours on "
-            f"{self.num_nodes} machine{'s' if self.num_nodes > 1 else ''}",
-            f"  price{where} of {self.price.as_of}, {self.price.source}",
-            f"  {'':<34}{'wasted':>8}{'a run':>20}{self.runs_per_year:>8} runs",
-        ]
-        for row in self.rows:
-            name = row.capacity.replace("_", "-")
-            if row.node_mtbf_hours is not None:
-                name += f", a machine lost every {row.node_mtbf_hours:g} h"
-            yearly = _span(row.low.in_all * self.runs_per_year, row.high.in_all * self.runs_per_year)
-            lines.append(f"  {name:<34}{row.overhead:>8.1%}{_span(row.low.in_all, row.high.in_all):>20}{yearly:>24}")
-        first = self.rows[0].low
-        lines.append(
-            f"  in each run: start {_usd(first.start)}, storage {_usd(first.storage)}, other {_usd(first.other)}"
-        )
-        lines += [f"  {line}" for line in self.assumed]
-        if self.best_save_period is not None:
-            lines.append(
-                f"  best checkpointing.save_period on Spot: {self.best_save_period} (this config: {self.save_period})"
-            )
-        return [*lines, *(f"  warning: {warning}" for warning in self.warnings)]
+        return render_text(Path(__file__).with_name("cost.txt"), report=self, usd=_usd, span=_span).splitlines()
 
     def as_json(self) -> JsonObject:
         return {

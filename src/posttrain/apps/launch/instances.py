@@ -1,8 +1,5 @@
-"""Machines of AWS and Google Cloud: GPUs, network devices, what pods may request, and the environment of NCCL.
-
-Allocatable CPU and memory of AWS are from the Karpenter reference; machines of 2 TiB are taken to have what
-p5en.48xlarge has. Those of Google Cloud follow from GKE's published reservation (`_gke_memory_mib`). Network settings
-of gIB are those of the set_nccl_env.sh that GKE installs on A3 Ultra and A4 nodes.
+"""Machines of AWS and Google Cloud, from `machines.yaml`: GPUs, network devices, what pods may request, and the
+environment of NCCL. What GKE reserves of a machine is published (`_gke_memory_mib`, `_gke_cpu`).
 """
 
 from __future__ import annotations
@@ -10,10 +7,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Literal
+
+import yaml
 
 from posttrain.config.cluster_profile import NodesSection
 from posttrain.errors import InputError
+from posttrain.files.json_files import JsonObject
 
 GPU_RESOURCE = "nvidia.com/gpu"
 EFA_RESOURCE = "vpc.amazonaws.com/efa"
@@ -73,26 +74,14 @@ def _gke_cpu(cores: int) -> float:
     return round(cores - 0.06 - 0.01 - 2 * 0.005 - (cores - 4) * 0.0025, 2)
 
 
-_A4, _A3U = "tuner_config_a4.txtpb", "tuner_config_a3u.txtpb"
-INSTANCES = {
-    instance.name: instance
-    for instance in (
-        Instance("p4d.24xlarge", "aws", "a100-40gb", 8, 95.69, 1_082_712, efa=4),
-        Instance("p5.48xlarge", "aws", "h100", 8, 191.45, 1_937_332, efa=32),
-        Instance("p5e.48xlarge", "aws", "h200", 8, 191.45, 1_937_332, efa=32),
-        Instance("p5en.48xlarge", "aws", "h200", 8, 191.45, 1_937_332, efa=16),
-        Instance("p6-b200.48xlarge", "aws", "b200", 8, 191.45, 1_937_332, efa=8),
-        Instance("a3-highgpu-8g", "gcp", "h100", 8, _gke_cpu(208), _gke_memory_mib(1872),
-                 accelerator="nvidia-h100-80gb"),
-        Instance("a3-megagpu-8g", "gcp", "h100", 8, _gke_cpu(208), _gke_memory_mib(1872),
-                 accelerator="nvidia-h100-mega-80gb"),
-        Instance("a3-ultragpu-8g", "gcp", "h200", 8, _gke_cpu(224), _gke_memory_mib(2952),
-                 accelerator="nvidia-h200-141gb", rdma=True, tuner=_A3U),
-        Instance("a4-highgpu-8g", "gcp", "b200", 8, _gke_cpu(224), _gke_memory_mib(3968),
-                 accelerator="nvidia-b200", rdma=True, tuner=_A4),
-    )
-}  # fmt: skip
+def _instance(name: str, row: JsonObject) -> Instance:
+    if row["provider"] == "gcp":
+        row |= {"cpu": _gke_cpu(row.pop("cores")), "memory_mib": _gke_memory_mib(row.pop("memory_gib"))}
+    return Instance(name, gpus=8, **row)
 
+
+MACHINES: JsonObject = yaml.safe_load(Path(__file__).with_name("machines.yaml").read_text("utf-8"))
+INSTANCES = {name: _instance(name, dict(row)) for name, row in MACHINES["instances"].items()}
 _PROVIDER_OF_KIND = {"eks": "aws", "gke": "gcp"}
 
 
@@ -121,54 +110,16 @@ def find_instance(nodes: NodesSection, cluster_kind: str) -> Instance:
 
 
 def fabric_of(instance: Instance, num_nodes: int) -> Fabric:
-    patient = {"RAY_worker_register_timeout_seconds": "1800"} if instance.gpus else {}
+    env = dict(MACHINES["fabric"]["gpus"]) if instance.gpus else {}
     if num_nodes == 1:
-        return Fabric(env=patient)
-    if instance.gpus:  # reasons: docs/launch.md, "Environment of the pods"
-        patient |= {"NCCL_DEBUG": "WARN", "NCCL_TIMEOUT": "7200", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200"}
-    if instance.efa:
-        return Fabric(
-            env={
-                **patient,
-                "NCCL_NET_PLUGIN": "ofi",
-                "RDMAV_FORK_SAFE": "1",
-                "FI_PROVIDER": "efa",
-                "FI_EFA_USE_DEVICE_RDMA": "1",
-                "FI_EFA_FORK_SAFE": "1",
-                "NCCL_SOCKET_IFNAME": "^lo,docker,veth,eni",
-            }
-        )
-    if instance.rdma:
-        networks = ("default", *RDMA_NETWORKS)
-        return Fabric(
-            env={
-                **patient,
-                "NCCL_IB_GID_INDEX": "3",
-                "TP_SOCKET_IFNAME": "eth0",
-                "NCCL_NET": "gIB",  # without RDMA the run fails, instead of using TCP
-                "NCCL_CROSS_NIC": "0",
-                "NCCL_NET_GDR_LEVEL": "PIX",
-                "NCCL_P2P_NET_CHUNKSIZE": "131072",
-                "NCCL_NVLS_CHUNKSIZE": "524288",
-                "NCCL_IB_ADAPTIVE_ROUTING": "1",
-                "NCCL_IB_QPS_PER_CONNECTION": "4",
-                "NCCL_IB_TC": "52",
-                "NCCL_IB_FIFO_TC": "84",
-                "NCCL_TUNER_CONFIG_PATH": f"/usr/local/gib/configs/{instance.tuner}",
-                "NCCL_SOCKET_IFNAME": "eth0",
-                "GLOO_SOCKET_IFNAME": "eth0",
-                "LD_LIBRARY_PATH": "/usr/local/gib/lib64:/usr/local/nvidia/lib64",
-            },
-            annotations={
-                "networking.gke.io/default-interface": "eth0",
-                "networking.gke.io/interfaces": json.dumps(
-                    [{"interfaceName": f"eth{index}", "network": name} for index, name in enumerate(networks)]
-                ),
-            },
-            host_paths={
-                "/usr/local/gib": "/home/kubernetes/bin/gib",
-                "/usr/local/nvidia": "/home/kubernetes/bin/nvidia",
-            },
-        )
-    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME") if instance.provider == "gcp" else ()
-    return Fabric(env={**patient, **dict.fromkeys(names, "eth0")})
+        return Fabric(env)
+    if instance.gpus:
+        env |= MACHINES["fabric"]["gpus of several machines"]
+    kind = "efa" if instance.efa else "rdma" if instance.rdma else instance.provider
+    env |= {name: value.replace("{tuner}", instance.tuner) for name, value in MACHINES["fabric"].get(kind, {}).items()}
+    if kind != "rdma":
+        return Fabric(env)
+    networks = [{"interfaceName": f"eth{at}", "network": name} for at, name in enumerate(("default", *RDMA_NETWORKS))]
+    names = ("networking.gke.io/default-interface", "networking.gke.io/interfaces")
+    annotations = dict(zip(names, ("eth0", json.dumps(networks)), strict=True))
+    return Fabric(env, annotations, dict(MACHINES["host_paths_of_rdma"]))

@@ -18,12 +18,12 @@ from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 
 from posttrain.apps.launch.cluster_checks import examine_cluster
+from posttrain.apps.launch.manifest_files import render_objects
 from posttrain.apps.launch.pod_template import (
     CONTAINER_SECURITY,
     RUN_LABEL,
     Object,
     control_name,
-    object_of,
     with_new_value,
 )
 from posttrain.apps.launch.run_checkpoints import listing_command, pod_spec, run_folders, shared_mount
@@ -269,7 +269,8 @@ class KubernetesCluster:
         name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         grace_s = int(min(notice_s, pod["spec"].get("terminationGracePeriodSeconds", 30)))
         options = {} if evict else {"gracePeriodSeconds": grace_s}
-        eviction = object_of("policy/v1", "Eviction", name, namespace, deleteOptions=options)
+        metadata = {"name": name, "namespace": namespace}
+        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options}
         try:
             self._found("POST", f"{self._in_namespace(pod, 'pods')}/{name}/eviction", eviction)
         except _NotFound:
@@ -365,35 +366,16 @@ def _message_of(error: ApiException) -> str:
 def _small_pod(workload: Object, command: Sequence[str], machine: str | None) -> Object:
     spec = pod_spec(workload)
     mount, claim = shared_mount(workload)
-    container = spec["containers"][0]
-    amounts = {"cpu": "500m", "memory": "1Gi"}
-    small: Object = {
-        "restartPolicy": "Never",
-        "automountServiceAccountToken": False,
-        **{key: spec[key] for key in ("imagePullSecrets", "securityContext", "tolerations") if key in spec},
-        **({"nodeName": machine} if machine else {}),
-        "containers": [
-            {
-                "name": container["name"],
-                "image": container["image"],
-                "command": list(command),
-                "env": [{"name": "HOME", "value": "/tmp"}],
-                "resources": {"requests": amounts, "limits": amounts},
-                "securityContext": CONTAINER_SECURITY,
-                "volumeMounts": [
-                    {"name": "storage", "mountPath": str(mount), "readOnly": True},
-                    {"name": "scratch", "mountPath": "/tmp"},
-                ],
-            }
-        ],
-        "volumes": [
-            {"name": "storage", "persistentVolumeClaim": {"claimName": claim}},
-            {"name": "scratch", "emptyDir": {}},
-        ],
-    }
-    metadata = {
-        "name": f"{name_of(workload)}-look-{time.time_ns() % 10**6:06d}",
-        "namespace": workload["metadata"]["namespace"],
-        "labels": {"app.kubernetes.io/name": "posttrain", "app.kubernetes.io/managed-by": "posttrain"},
-    }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": small}
+    (body,) = render_objects(
+        "small_pod.yaml",
+        name=f"{name_of(workload)}-look-{time.time_ns() % 10**6:06d}",
+        namespace=workload["metadata"]["namespace"],
+        shared={key: spec[key] for key in ("imagePullSecrets", "securityContext", "tolerations") if key in spec},
+        machine=machine,
+        container=spec["containers"][0],
+        command=list(command),
+        mount=str(mount),
+        claim=claim,
+        CONTAINER_SECURITY=CONTAINER_SECURITY,
+    )
+    return body

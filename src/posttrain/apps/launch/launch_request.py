@@ -23,7 +23,6 @@ from posttrain.config.named_files import Named, settings_with_files
 from posttrain.errors import InputError
 
 CONFIG_FOLDER = "/etc/posttrain"
-CONFIG_FILE = f"{CONFIG_FOLDER}/config.yaml"
 MAX_CONFIG_BYTES = 900 * 1024  # etcd takes 1 MiB; the rest is for names and encoding
 MAX_NAME = 40  # RayJob allows 47; the names of pods are longer than that of the run
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -92,7 +91,7 @@ def request_run(
         _check_sandbox(config.model_dump(by_alias=True).get("env"), "env")
     text, files = _config_and_files(loaded, profile, config_folder)
     return LaunchRequest(
-        name=_checked_name(name) if name is not None else _name_from(loaded.kind, config.checkpointing.checkpoint_dir),
+        name=_name_of(name, loaded.kind, config.checkpointing.checkpoint_dir),
         kind=loaded.kind,
         profile=profile,
         instance=instance,
@@ -122,19 +121,16 @@ def _check_on_mount(key: str, folder: str, mount: PurePosixPath) -> None:
         )
 
 
-def _checked_name(name: str) -> str:
+def _name_of(name: str | None, kind: str, checkpoint_dir: str) -> str:
+    if name is None:
+        words = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(checkpoint_dir).name.lower()).strip("-")
+        return (words if words.startswith(kind) else f"{kind}-{words}")[:MAX_NAME].rstrip("-")
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
         raise InputError(
             f"--name {name!r}: lower-case letters, digits and '-' are accepted, a letter first, at most "
             f"{MAX_NAME} characters"
         )
     return name
-
-
-def _name_from(kind: str, checkpoint_dir: str) -> str:
-    words = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(checkpoint_dir).name.lower()).strip("-")
-    name = words if words.startswith(kind) else f"{kind}-{words}"
-    return name[:MAX_NAME].rstrip("-")
 
 
 # -- what travels ------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ _TOKEN_FILE = Path("~/.ray/auth_token")
 _CHECKPOINTS, _LOGS = "posttrain.dev/checkpoints", "posttrain.dev/logs"
 _GRACE = "RAY_JOB_STOP_WAIT_TIME_S"  # read by Ray; 3 s if it is not set
 _ANSWER_S = 60.0
+_AGENT_S, _NO_AGENT = 60.0, "No available agent"  # what a head answers whose agent has not started yet, and how long
 _SMALL_JOB_LIMIT_S = 600.0
 _MAX_POLLS = 30  # between two readings of a long log
 _PHASES = {
@@ -157,12 +158,19 @@ class RayJobs:
         self._submit(job["spec"])
 
     def _submit(self, job: Object) -> None:
-        try:
-            self._call("POST", "/api/jobs/", job)
-        except ClusterUnreachable:
-            with suppress(InputError):  # it may have been accepted before the connection broke
-                self._remove(job["submission_id"], limit_s=0.0)
-            raise
+        give_up_at = time.monotonic() + _AGENT_S
+        while True:
+            try:
+                self._call("POST", "/api/jobs/", job)
+                return
+            except ClusterUnreachable:
+                with suppress(InputError):  # it may have been accepted before the connection broke
+                    self._remove(job["submission_id"], limit_s=0.0)
+                raise
+            except InputError as error:
+                if _NO_AGENT not in str(error) or time.monotonic() >= give_up_at:
+                    raise
+            time.sleep(self.poll_s)
 
     # -- what runs -----------------------------------------------------------------------------------------------------
 

@@ -25,9 +25,11 @@ from pathlib import Path, PurePosixPath
 
 from posttrain.apps.launch.instances import fabric_of
 from posttrain.apps.launch.launch_request import LaunchRequest
-from posttrain.apps.launch.pod_template import NODE_COMMAND, SECRET_KEY, environment, new_secret
+from posttrain.apps.launch.manifest_files import TEMPLATES
+from posttrain.apps.launch.pod_template import NODE_COMMAND, SECRET_KEY, new_secret, pod_template
 from posttrain.apps.launch.workloads import MAX_RESTARTS
 from posttrain.errors import ExitCode, InputError, reason_of
+from posttrain.files.text_templates import render_text
 
 SCRIPT = "job.sh"
 _AFTER_SAVE_S = 10  # of the warning before the time limit: for the gang to end
@@ -48,51 +50,20 @@ def job_files(request: LaunchRequest) -> dict[str, bytes]:
 
 
 def job_script(request: LaunchRequest) -> str:
-    folder, slurm, nodes = job_folder(request), request.profile.slurm, request.num_nodes
-    cores = max(1, int(request.instance.cpu))
-    options = {
-        "job-name": request.name,
-        "nodes": nodes,
-        "ntasks-per-node": 1,
-        "cpus-per-task": cores,
-        "gpus-per-node": request.gpus_per_node or None,
-        "time": slurm.time,
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "signal": f"TERM@{request.grace_s + _AFTER_SAVE_S}",
-        "requeue": True,
-        "open-mode": "append",
-        "output": folder / "output-%j.txt",
-        "chdir": folder,
-    }
-    given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value]
-    ended = f"{ExitCode.DONE}|{ExitCode.BAD_INPUT}|{ExitCode.NO_PROGRESS}"
-    first, count = _PORTS
-    step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cores}"]
-    step += ["--kill-on-bad-exit=0", *slurm.srun_options, *NODE_COMMAND]
-    lines = [
-        "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in [*given, *slurm.sbatch_options]),
-        "",
-        f"# {request.kind} {request.name}: written by `posttrain launch`; docs/slurm.md",
-        *slurm.setup,
-        *(f"export {name}={shlex.quote(value)}" for name, value in _variables(request).items()),
-        'export POSTTRAIN_HEAD_HOST="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
-        f"export POSTTRAIN_RAY_PORT=$(({first} + SLURM_JOB_ID * 2 % {count}))",
-        "export POSTTRAIN_CONTROL_PORT=$((POSTTRAIN_RAY_PORT + 1))",
-        "",
-        shlex.join(step),
-        "code=$?",
-        "case $code in",
-        f"  {ended}) ;;  # done, bad input, no progress",
-        f'  {ExitCode.SAVED}) scontrol requeue "$SLURM_JOB_ID" ;;  # interrupted: goes on from its checkpoint',
-        f'  *) crashes={shlex.quote(str(folder))}/crashes-$SLURM_JOB_ID; echo "$code" >> "$crashes"',
-        f'     [ "$(wc -l < "$crashes")" -le {MAX_RESTARTS} ] && scontrol requeue "$SLURM_JOB_ID" ;;',
-        "esac",
-        "exit $code",
-    ]
-    return "\n".join(lines) + "\n"
+    return render_text(
+        TEMPLATES / "job.sh",
+        request=request,
+        slurm=request.profile.slurm,
+        cores=max(1, int(request.instance.cpu)),
+        warning_s=request.grace_s + _AFTER_SAVE_S,
+        variables=_variables(request),
+        words=shlex.join,
+        ports=_PORTS,
+        code=ExitCode,
+        folder=str(job_folder(request)),
+        max_restarts=MAX_RESTARTS,
+        command=NODE_COMMAND,
+    )
 
 
 def _variables(request: LaunchRequest) -> dict[str, str]:
@@ -100,7 +71,7 @@ def _variables(request: LaunchRequest) -> dict[str, str]:
     on_gke = fabric_of(request.instance, request.num_nodes).env
     fabric = fabric_of(replace(request.instance, rdma=False), request.num_nodes).env
     left_out = {*(on_gke.keys() - fabric.keys()), "HOME", "HF_HOME", "POSTTRAIN_RAY_PORT", "POSTTRAIN_CONTROL_PORT"}
-    listed = environment(request, head_host=None, role=None, rank_offset=0)
+    listed = pod_template(request)["spec"]["containers"][0]["env"]
     pod = {str(entry["name"]): str(entry["value"]) for entry in listed if entry["name"] not in left_out}
     provider = {"aws": "aws", "gcp": "gce"}.get(request.instance.provider, "none")
     own = {

@@ -19,7 +19,7 @@ from posttrain.apps.launch.workloads import render_run
 from posttrain.config import RunConfig
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.config.loader import load_standalone
-from posttrain.errors import ExitCode, InputError
+from posttrain.errors import ExitCode, InputError, near_path
 from posttrain.reporting.wording import in_order
 
 UNREACHABLE_LIMIT_S = 60.0  # for which a run is followed though its cluster does not answer
@@ -30,7 +30,8 @@ def load_profile(name: str) -> ClusterProfile:
         return ClusterProfile.model_validate({"cluster": {"kind": "local"}})
     if not Path(name).exists():
         raise InputError(
-            f"--on {name}: no such file; a cluster profile is expected (docs/launch.md), or the word local"
+            f"--on {name}: no such file{near_path(Path(name))}; a cluster profile is expected (docs/launch.md), or the "
+            "word local"
         )
     return load_standalone(ClusterProfile, Path(name))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.apps.plan.calibration import CALIBRATION, GPUS, MEASURED_ON, Gpu
@@ -14,6 +14,7 @@ from posttrain.config import GrpoRunConfig, RunConfig
 from posttrain.config.placement import ENGINE, REFERENCE
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
+from posttrain.files.text_templates import render_text
 from posttrain.policy.memory.model_shape import ModelShape, find_shape
 from posttrain.policy.memory.rank import GIB, SAMPLING, Phase, RankMemory
 from posttrain.policy.memory.settings import CheckpointCopy, RunSettings, counts_too_many_adapters, run_settings
@@ -164,67 +165,24 @@ def planned_step_s(found: RunEstimate, config: RunConfig, rewards_s: float = 0.0
     return simulated_step_s(found, config, rewards_s)
 
 
-def assumptions(found: RunEstimate, config: RunConfig) -> Iterator[str]:
+def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
     """The assumptions of the estimate, one line each."""
-    gpu, workload, shape, step = found.gpu, found.workload, found.shape, config.step_sizes()
-    speeds = f"{gpu.matrix_flops / 1e12:.0f} TFLOP/s, {gpu.copy_bytes_per_s / 1e12:.2f} TB/s"
-    limits = f"{speeds}, {gpu.memory_bytes / GIB:.1f} GiB"
-    how = f"measured ({MEASURED_ON})" if gpu.is_measured else "not measured: data sheet, scaled by what an H200 reaches"
-    lengths = workload.lengths
-    yield f"{gpu.name}: {limits}; {how}"
-    yield f"prompts of {lengths.prompt:.0f} and answers of {lengths.answer:.0f} tokens ({lengths.source})"
-    if workload.num_sampled:
-        spread = "are equally long" if workload.fixed_length else "end with the same probability at every token"
-        which = "all answers" if workload.fixed_length else "answers"
-        yield f"{which} {spread}, {workload.max_new_tokens} tokens at most"
-        engine = found.settings.engine
-        if engine is not None and engine.num_drafts != 0 and not workload.fixed_length:
-            tokens = CALIBRATION.drafted_tokens_per_step
-            yield f"where tokens are drafted for the last answers, a step draws {tokens:g} of each"
-    if not shape.fused:
-        yield f"layers of {shape.family} are not fused: their time and activations are scaled from one measurement"
-    if (counted := shape.counted) is not None:
-        element = found.settings.element
-        if counted.num_experts:
-            active = (counted.products + shape.head_products) / 1e9
-            yield (
-                f"{counted.experts_per_token} of {counted.num_experts} experts a token, {active:.1f} of "
-                f"{shape.num_weights / 1e9:.1f} billion weights; tokens spread over experts by chance, and their "
-                "products are as fast as dense ones"
-            )
-        if state := shape.state_bytes(element):
-            yield (
-                f"recurrent layers keep {state / 2**20:.1f} MiB of each sequence; chunks of training and prompts are "
-                "counted by their products alone"
-            )
-        if counted.frozen:
-            yield f"{counted.frozen / 1e9:.2f} billion weights of towers are held; images are not counted"
-    if found.settings.fp8:
-        yield (
-            f"policy.fp8: products of the layers are {CALIBRATION.fp8_speedup:g} times as fast as in bf16, as measured "
-            "for products alone; the run is refused on GPUs before Ada and Hopper"
-        )
-    if counts_too_many_adapters(config.policy.dtensor_cfg.lora_cfg):
-        yield "adapters are counted on every linear layer, more than policy.dtensor_cfg.lora_cfg makes"
-    if step.may_sample_again:
-        yield "dynamic sampling is counted as one batch; how many it takes depends on the data"
-    if isinstance(config, GrpoRunConfig) and config.loss_fn.reference_policy_kl_penalty == 0:
-        yield "every answer is counted in training; a run leaves out those without gradient"
-    if (teacher := found.settings.teacher) is not None:
-        weights = f"{teacher.num_weights / 1e9:.1f} billion weights, frozen"
-        yield f"the teacher, {weights}, is beside the policy and asked in every pass of training"
-    if found.settings.ranks > 1:
-        yield f"{found.settings.ranks} ranks share weights and state; communication between them is not counted"
-    if found.settings.layer_shares * found.settings.row_shares > 1:
-        yield "time is counted as of ranks that share no layers and rows"
-    if config.num_engines:
-        yield "the seconds of a step are those of stages one after the other, and engines hold nothing but the model"
-    if any(group.name != ENGINE for group in config.placement.groups):
-        yield "a reference and reward models on GPUs of their own are done when training needs their numbers"
-    if workload.num_scorings and step.caches_reference:
-        yield "the reference is scored in every step; from the second epoch on it is looked up instead"
-    beside = "tools and turns of a conversation, " if step.max_turns > 1 else ""
-    yield f"not counted: {beside}rewards, reading data, validation, checkpoints"
+    text = render_text(
+        Path(__file__).with_name("assumptions.txt"),
+        found=found,
+        config=config,
+        gpu=found.gpu,
+        workload=found.workload,
+        shape=found.shape,
+        step=config.step_sizes(),
+        CALIBRATION=CALIBRATION,
+        GIB=GIB,
+        MEASURED_ON=MEASURED_ON,
+        counts_too_many_adapters=counts_too_many_adapters(config.policy.dtensor_cfg.lora_cfg),
+        leaves_answers_out=isinstance(config, GrpoRunConfig) and config.loss_fn.reference_policy_kl_penalty == 0,
+        places_scorers=any(group.name != ENGINE for group in config.placement.groups),
+    )
+    return text.splitlines()
 
 
 def as_json(found: RunEstimate, config: RunConfig) -> JsonObject:
@@ -278,7 +236,7 @@ def as_json(found: RunEstimate, config: RunConfig) -> JsonObject:
         },
         "tokens_per_s_per_gpu": found.tokens_per_s,
         "fits": not found.too_large,
-        "assumptions": list(assumptions(found, config)),
+        "assumptions": assumptions(found, config),
     }
 
 
@@ -313,18 +271,7 @@ class RunCost:
         return None if self.num_steps is None else self.per_step * self.num_steps
 
     def lines(self) -> list[str]:
-        gpus = f"{self.num_gpus} GPU{'s' if self.num_gpus > 1 else ''} at {self.gpu_hour_price:g} an hour each"
-        lines = [f"  {_amount(self.per_step)} for a step of {self.step_s:.1f} s on {gpus}"]
-        if self.num_steps is None or self.in_all is None:
-            lines.append(
-                f"  {_amount(1000 * self.per_step)} for 1,000 steps; how many a run has depends on the data, or "
-                "on max_num_steps"
-            )
-        else:
-            hours = self.num_steps * self.step_s / 3600
-            steps = f"{self.num_steps:,} steps, {hours:,.1f} hours"
-            lines.append(f"  {_amount(self.in_all)} for {steps}; less if the epochs end before")
-        return lines
+        return render_text(Path(__file__).with_name("gpu_cost.txt"), cost=self, amount=_amount).splitlines()
 
 
 def cost_of(config: RunConfig, step_s: float, gpu_hour_price: float) -> RunCost:

@@ -16,6 +16,7 @@ from posttrain.apps.plan.plan import RunEstimate, estimate, estimate_run
 from posttrain.apps.plan.workload import MicroBatch, Workload
 from posttrain.config import RunConfig
 from posttrain.errors import InputError, OutOfGpuMemoryError
+from posttrain.files.text_templates import render_text
 from posttrain.policy.memory.rank import GIB, OPTIMIZER, SAMPLING, SCORING, TRAINING
 from posttrain.policy.memory.settings import OptimizerSettings, RunSettings
 
@@ -235,35 +236,11 @@ def explain(found: RunEstimate) -> str:
     """What is too large, and the remedies; empty if everything fits."""
     if not found.too_large:
         return ""
-    memory = found.gpu.memory_bytes / GIB
-    lines = []
-    for phase in found.too_large:
-        cache = found.memory.cache
-        if phase.name == SAMPLING and cache is not None and cache.max_rows == 0:
-            state = found.shape.state_bytes(found.settings.element)
-            what = f"the states of recurrent layers, {state / GIB:.2g} GiB of each sequence"
-            lines.append(f"{phase.name}: no room is left for {what}")
-            continue
-        if phase.name == SAMPLING and cache is not None and cache.num_bytes < cache.least_bytes:
-            lines.append(
-                f"{phase.name}: {cache.num_bytes / GIB:.1f} GiB are left for the KV cache, and one sequence of "
-                f"{found.workload.max_total_tokens} tokens needs {cache.least_bytes / GIB:.1f}"
-            )
-            continue
-        largest = sorted(phase.items.items(), key=lambda item: -item[1])[:3]
-        parts = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in largest)
-        lines.append(
-            f"{phase.name}: needs {phase.needed_bytes / GIB:.1f} GiB of {memory:.1f} on {found.gpu.name} "
-            f"(largest: {parts})"
-        )
-    tried = remedies(found)
-    for remedy in tried:
-        peak = remedy.found.most_gib
-        verdict = f"fits, {peak:.1f} GiB at most" if remedy.is_enough else f"still {peak:.1f} GiB"
-        lines.append(f"  try {remedy.words}: {verdict}, {remedy.found.time.total_s:.1f} s a step")
-    if not any(remedy.is_enough for remedy in tried):
-        lines.append("  no setting of one GPU makes it fit: use more GPUs (cluster.gpus_per_node) or a smaller model")
-    return "\n".join(lines)
+    template = Path(__file__).with_name("too_large.txt")
+    text = render_text(
+        template, found=found, cache=found.memory.cache, SAMPLING=SAMPLING, GIB=GIB, tried=remedies(found)
+    )
+    return text.rstrip("\n")
 
 
 # -- of a run that ran out of GPU memory -------------------------------------------------------------------------------

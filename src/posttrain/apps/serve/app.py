@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Protocol
@@ -119,7 +120,7 @@ def _routes(service: Service) -> list[Route]:
     async def tokenize(request: Request) -> Response:
         raw = await _read(service, request)
         body: TokenizeChatBody | TokenizeTextBody
-        if b'"messages"' in raw:
+        if re.search(rb'"messages"\s*:', raw):  # in a text its quotes are escaped
             check_prompt(body := parse_body(TokenizeChatBody, raw))
         else:
             body = parse_body(TokenizeTextBody, raw)

@@ -66,7 +66,7 @@ def _decode(urls: Mapping[int, Mapping[int, str]]) -> Images:
     left = MAX_IMAGE_PIXELS
     for at, place, url in ((at, place, url) for at, those in urls.items() for place, url in those.items()):
         field = f"messages.{at}.content.{place}.image_url.url"
-        if not url.startswith("data:"):
+        if url[:5].lower() != "data:":
             raise bad_request(f"{field}: only data: URLs are read, data:image/png;base64,…", field)
         try:
             found = images[at][place] = image_of(decode_data_url(url, field), field, max_pixels=left)

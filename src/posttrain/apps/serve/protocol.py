@@ -6,7 +6,6 @@ are accepted. Besides OpenAI's own fields there are some of vLLM's by its names,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal, TypeVar
@@ -14,6 +13,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from posttrain.files.json_files import JsonObject, parse_json
+from posttrain.rollouts.agent_requests import most_specific
 from posttrain.types import SMALLEST_TEMPERATURE, ImageRef, Sampling
 
 MAX_TOP_LOGPROBS = 20
@@ -22,7 +22,6 @@ MAX_STOP_TOKENS = 64
 MAX_TOOLS = 128
 MAX_IMAGES = 64
 _SMALLEST_TOP_P = 1e-6
-_TYPE_NAME = re.compile(r"(constrained-)?(str|int|float|bool)|\w*list\[.*\]|Tool|literal\[.*\]")
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
@@ -178,6 +177,7 @@ class ChatMessage(_Strict):
     tool_calls: list[CallInMessage] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of it
     refusal: None = None  # clients send answers of the API back unchanged
     annotations: list[object] | None = None
     audio: None = None
@@ -205,7 +205,7 @@ class ChatMessage(_Strict):
         message: JsonObject = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
-        more = {"tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        more = {"tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content or self.reasoning}
         if self.role == "tool":
             more["name"] = self.name
         return message | {field: value for field, value in more.items() if value}
@@ -423,14 +423,10 @@ def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
 
 def _explained(error: ValidationError) -> ApiError:
     """The first error, with the name of the field."""
-    found = error.errors(include_url=False, include_context=False)
-    # A field with a union type has an error for each member: the deepest is the most specific, one about the type
-    # itself the least.
-    first = max(
-        (each for each in found if each["loc"][:1] == found[0]["loc"][:1]),
-        key=lambda each: (len(_path(each["loc"])), not each["type"].endswith("_type")),
-    )
-    field = ".".join(_path(first["loc"]))
+    first, path = most_specific(error)
+    if path[:1] == ["messages"] and path[2:3] == ["content"] and len(path) > 4:
+        del path[4]  # the type of a content part, by which pydantic chose its class
+    field = ".".join(path)
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {first['msg']}")
     if first["type"] == "extra_forbidden":
@@ -440,11 +436,3 @@ def _explained(error: ValidationError) -> ApiError:
     given = repr(first["input"])
     shown = given if len(given) <= 80 else given[:80] + "…"
     return bad_request(f"{field or 'the body'}: {first['msg']} (got {shown})", field or None)
-
-
-def _path(loc: tuple[int | str, ...]) -> list[str]:
-    """Field names and indices, without the names of the union members that pydantic adds."""
-    path = [str(part) for part in loc if not _TYPE_NAME.fullmatch(str(part))]
-    if path[:1] == ["messages"] and path[2:3] == ["content"] and len(path) > 4:
-        del path[4]  # the type of a content part, by which pydantic chose its class
-    return path

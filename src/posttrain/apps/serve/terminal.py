@@ -68,12 +68,12 @@ class TerminalChat:
     def answer(self, text: str) -> Iterator[str]:
         """The pieces of the answer. Closing the iterator stops it and keeps the text so far."""
         seen: list[Any] = [{"type": "image", "image": image} for image in self.images]
+        self.images = []  # also where the model cannot see them: the next message does without
         content = [*seen, {"type": "text", "text": text}] if seen else text
         turns: list[Message] = [*self.turns, {"role": "user", "content": content}]
         self.num_forgotten = 0  # also where the message does not fit
         self.num_forgotten, prompt_ids = self._fitting_prompt(turns)
         self.turns = turns[self.num_forgotten :]
-        self.images = []
         room = self.session.settings.max_total_tokens - len(prompt_ids)
         sampling = replace(
             self.sampling,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -114,7 +115,8 @@ class RunView:
         """The text of each config by the first step that was trained with it."""
         names = {CONFIG_FILE: 1} | {name: int(m[1]) for name in self.place.names() if (m := _CONFIG.fullmatch(name))}
         ordered = sorted(names.items(), key=lambda item: item[1])[-MAX_CONFIGS:]
-        texts = {step: self._parsed(name, "", _text) for name, step in ordered}
+        decode = partial(str, encoding="utf-8", errors="replace")
+        texts = {step: self._parsed(name, "", decode) for name, step in ordered}
         return {step: text for step, text in texts.items() if text}
 
     def settings(self) -> dict[str, object]:
@@ -365,10 +367,6 @@ def _attempt(content: bytes) -> JsonObject:
     if heartbeat is not None and not is_number:
         raise ValueError(f"heartbeat is {str(heartbeat)[:40]!r}, not a number of seconds")
     return found
-
-
-def _text(content: bytes) -> str:
-    return content.decode("utf-8", "replace")
 
 
 def _findings(content: bytes) -> list[Finding]:

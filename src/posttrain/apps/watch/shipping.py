@@ -133,26 +133,16 @@ def registry_page(registry: str | LocalPlace) -> JsonObject:
         for name in shown.names():
             versions = [
                 {
-                    "version": one.version,
-                    "stage": one.stage,
-                    "at": one.at,
-                    "by": one.by,
-                    "note": one.note,
+                    **{key: getattr(one, key) for key in ("version", "stage", "at", "by", "note", "num_bytes")},
                     "verdict": one.lineage.verdict,
                     "base_model": one.lineage.base_model,
                     "metrics": dict(one.lineage.metrics),
-                    "num_bytes": one.num_bytes,
                 }
                 for one in shown.versions(name)
             ]
             history = [
                 {
-                    "at": entry.change.at,
-                    "by": entry.change.by,
-                    "why": entry.change.why,
-                    "action": entry.change.action,
-                    "version": entry.change.version,
-                    "forced": entry.change.forced,
+                    **{key: getattr(entry.change, key) for key in ("at", "by", "why", "action", "version", "forced")},
                     "refused": entry.refused,
                     "moves": [[move.version, move.before, move.after] for move in entry.moves],
                 }

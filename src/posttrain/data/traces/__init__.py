@@ -7,15 +7,3 @@ stream: memory does not grow with the files. Nothing in this package imports tor
 from posttrain.data.traces.reading import iter_pair_rows, iter_trace_groups
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import PairRules, Trace, TraceColumns, TraceFilters, TraceGroup
-
-__all__ = [
-    "PairReport",
-    "PairRules",
-    "ReadReport",
-    "Trace",
-    "TraceColumns",
-    "TraceFilters",
-    "TraceGroup",
-    "iter_pair_rows",
-    "iter_trace_groups",
-]

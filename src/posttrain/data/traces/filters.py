@@ -22,7 +22,7 @@ from posttrain.data.traces import report as reasons
 from posttrain.data.traces.canonical import place_of
 from posttrain.data.traces.files import Block
 from posttrain.data.traces.grouping import GroupedPart
-from posttrain.data.traces.report import ReadReport, other_value
+from posttrain.data.traces.report import ReadReport
 from posttrain.data.traces.values import TraceFilters, text_of
 
 WORDS_PER_SHINGLE = 5
@@ -56,7 +56,7 @@ def passing(
         if filters.until_moment:
             leave_out(moments >= _microseconds(filters.until_moment), reasons.OUT_OF_TIME)
     for column, wanted in filters.where.items():
-        leave_out(~_has_value(block, column, wanted)[places], other_value(column))
+        leave_out(~_has_value(block, column, wanted)[places], f"{column} has another value")
     return table if keep.all() else table.filter(pa.array(keep))
 
 

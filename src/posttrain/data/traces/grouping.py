@@ -152,8 +152,7 @@ def _stored(file: IO[bytes]) -> Iterator[tuple[int, Made]]:
 class GroupedPart:
     """A part in the order of its units. Rows are addressed by their position in it; the table is not sorted.
 
-    A *unit* is the traces with the same group and the same prompt; with `split_prompts` off, all of a group. Within a
-    unit rows keep the order of the input.
+    A *unit* is the traces with the same group and the same prompt. Within a unit rows keep the order of the input.
     """
 
     table: pa.Table
@@ -161,12 +160,11 @@ class GroupedPart:
     starts: NDArray[np.int64]  # the place where each unit begins; one more at the end
 
     @classmethod
-    def of(cls, table: pa.Table, *, split_prompts: bool = True) -> GroupedPart:
+    def of(cls, table: pa.Table) -> GroupedPart:
         row, group, prompt = (table[name].to_numpy() for name in ("row", "group", "prompt_hash"))
-        keys = (prompt, group) if split_prompts else (group,)
-        order = np.lexsort((row, *keys))
+        order = np.lexsort((row, prompt, group))
         changes = np.zeros(max(len(order) - 1, 0), dtype=bool)
-        for key in keys:
+        for key in (prompt, group):
             changes |= key[order][1:] != key[order][:-1]
         starts = np.concatenate([[0], np.flatnonzero(changes) + 1, [len(order)]] if len(order) else [[0]])
         # In one piece: taking rows out of a column in pieces would put it together each time.

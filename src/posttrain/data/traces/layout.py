@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+import yaml
 
 from posttrain.data.errors import DataError, nearest
 from posttrain.data.traces.values import TraceColumns
@@ -15,23 +18,9 @@ if TYPE_CHECKING:
 
 Shape = Literal["messages", "text", "pair"]
 
-USUAL: Mapping[str, tuple[str, ...]] = {
-    "input": ("input", "prompt"),
-    "output": ("output", "response", "completion"),
-    "messages": ("messages",),
-    "prompt_len": ("prompt_len",),
-    "group_id": ("group_id",),
-    "trace_id": ("trace_id", "id"),
-    "model": ("model",),
-    "time": ("time", "timestamp", "created_at"),
-    "reference": ("reference_answer", "reference"),
-}
-OF_A_PAIR: Mapping[str, tuple[str, ...]] = {
-    "chosen": ("chosen", "chosen_response"),
-    "rejected": ("rejected", "rejected_response"),
-    "chosen_reward": ("chosen_reward", "score_chosen", "chosen_score"),
-    "rejected_reward": ("rejected_reward", "score_rejected", "rejected_score"),
-}
+_NAMES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+USUAL: Mapping[str, Sequence[str]] = _NAMES["traces"]
+OF_A_PAIR: Mapping[str, Sequence[str]] = _NAMES["pairs"]
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,6 @@ class Reading:
         parts: GroupParts,
         files: list[TraceFile],
         *,
-        split_prompts: bool = True,
         columns: Sequence[str] = SCHEMA.names,
         on_table: Callable[[pa.Table], None] = lambda table: None,
     ) -> Iterator[GroupedPart]:
@@ -89,7 +88,7 @@ class Reading:
             on_table(table)
             parts.add(table.select(columns))
         for table in parts.parts():
-            part = GroupedPart.of(table, split_prompts=split_prompts)
+            part = GroupedPart.of(table)
             report.ids_with_several_prompts += part.groups_with_several_units
             yield without_duplicates(part, self.filters, names, report)
 
@@ -100,14 +99,13 @@ def ordered(
     make: Callable[[GroupedPart], Iterator[tuple[int, Made]]],
     files: list[TraceFile],
     *,
-    split_prompts: bool = True,
     columns: Sequence[str] = SCHEMA.names,
 ) -> Iterator[Made]:
     """What `make` yields for all parts, sorted by the number that it gives to each."""
     with tempfile.TemporaryDirectory(prefix="posttrain-traces-", dir=reading.scratch) as folder:
         parts = GroupParts(Path(folder), reading.memory_bytes)
         runs: OrderedRuns[Made] = OrderedRuns(Path(folder))
-        for part in reading.grouped(report, parts, files, split_prompts=split_prompts, columns=columns):
+        for part in reading.grouped(report, parts, files, columns=columns):
             if parts.spilled:
                 runs.add(make(part))
             else:
@@ -120,21 +118,15 @@ def iter_trace_groups(
     columns: TraceColumns | None = None,
     filters: TraceFilters | None = None,
     *,
-    split_prompts: bool = True,
     report: ReadReport | None = None,
-    broken_files: BrokenFiles = "error",
-    scratch: str | None = None,
-    memory_bytes: int = MEMORY_BYTES,
-    on_progress: ProgressCall | None = None,
+    **options: Any,
 ) -> Iterator[TraceGroup]:
     """The traces at `path` (a file, a folder, a pattern, a URL), grouped, in the order in which prompts first appear.
 
-    A group has one prompt and, where there are group ids, one id. With `split_prompts` off a group is an id, whatever
-    the prompts are: then each trace's own `prompt` counts. `report` is filled while the groups are taken and complete
-    after the last one.
+    A group has one prompt and, where there are group ids, one id. `report` is filled while the groups are taken and
+    complete after the last one; `options` are further fields of `Reading`.
     """
-    settings = columns or TraceColumns(), filters or TraceFilters()
-    reading = Reading(path, *settings, broken_files, scratch, memory_bytes, on_progress)
+    reading = Reading(path, columns or TraceColumns(), filters or TraceFilters(), **options)
     files = locate(path)
     names = [file.shown for file in files]
 
@@ -149,8 +141,7 @@ def iter_trace_groups(
                 own = list(islice(traces, size))
                 yield first_row, TraceGroup(own[0].prompt, own, own[0].group_id)
 
-    found = report if report is not None else ReadReport()
-    yield from ordered(reading, found, groups, files, split_prompts=split_prompts)
+    yield from ordered(reading, ReadReport() if report is None else report, groups, files)
 
 
 def iter_pair_rows(
@@ -161,10 +152,7 @@ def iter_pair_rows(
     *,
     report: ReadReport | None = None,
     pair_report: PairReport | None = None,
-    broken_files: BrokenFiles = "error",
-    scratch: str | None = None,
-    memory_bytes: int = MEMORY_BYTES,
-    on_progress: ProgressCall | None = None,
+    **options: Any,
 ) -> Iterator[PairRow]:
     """Preference pairs of the traces at `path`, with NeMo-Aligner's keys, in the order in which prompts first appear.
 
@@ -172,12 +160,7 @@ def iter_pair_rows(
     texts of the answers, or lists of messages where a trace goes on for several turns. `chosen_reward`,
     `rejected_reward`: numbers.
     """
-    settings = columns or TraceColumns(), filters or TraceFilters()
-    reading = Reading(path, *settings, broken_files, scratch, memory_bytes, on_progress)
-    counts = pair_report if pair_report is not None else PairReport()
-    found = report if report is not None else ReadReport()
-
-    def pairs(part: GroupedPart) -> Iterator[tuple[int, PairRow]]:
-        return pair_rows(part, rules or PairRules(), counts)
-
-    yield from ordered(reading, found, pairs, locate(path), columns=COMPARED)
+    reading = Reading(path, columns or TraceColumns(), filters or TraceFilters(), **options)
+    wanted, counts = rules or PairRules(), PairReport() if pair_report is None else pair_report
+    read = ReadReport() if report is None else report
+    yield from ordered(reading, read, lambda part: pair_rows(part, wanted, counts), locate(path), columns=COMPARED)

@@ -36,10 +36,6 @@ EXACT_DUPLICATE = "exact duplicate"
 NEAR_DUPLICATE = "near duplicate"
 
 
-def other_value(column: str) -> str:
-    return f"{column} has another value"
-
-
 @dataclass
 class Tally:
     """How often something was seen, and where first."""
@@ -75,14 +71,6 @@ class ReadReport:
 
     def filter(self, reason: str, count: int = 1, places: Iterable[str] = ()) -> None:
         self.filtered.setdefault(reason, Tally()).add(count, places)
-
-    @property
-    def dropped(self) -> int:
-        return sum(tally.count for group in (self.problems, self.filtered) for tally in group.values())
-
-    @property
-    def complete(self) -> bool:
-        return self.rows == self.kept + self.dropped
 
     def as_dict(self) -> JsonObject:
         def plain(tallies: dict[str, Tally]) -> JsonObject:

@@ -6,20 +6,20 @@ here reads a file, and nothing here needs torch.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from datetime import UTC, date, datetime, time
-from typing import Literal, get_args
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from typing import Any
 
-from posttrain.data.errors import DataError, nearest
+from pydantic import ValidationError
+
+from posttrain.config.base import Section, explain_errors
+from posttrain.config.data import PairRulesConfig, TraceColumnsConfig, TraceFiltersConfig
+from posttrain.data.errors import DataError
 from posttrain.files.json_files import JsonMapping
 
 Message = JsonMapping
 Prompt = str | list[Message]  # text, or the turns of a conversation
 Response = str | list[Message]  # the text of one answer, or the turns that followed the prompt where there were several
-
-Duplicates = Literal["keep", "exact", "near"]
-Strategy = Literal["best_worst", "all", "one_per_preferred", "by_margin"]
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,18 @@ class TraceGroup:
     traces: list[Trace]
     group_id: str | None = None
 
-    @property
-    def rewards(self) -> list[float]:
-        return [trace.reward for trace in self.traces]
+
+class _Settings(Section):
+    """A section of the config as Python code makes it, too: what does not fit is a DataError."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise DataError("\n".join(explain_errors(error))) from None
 
 
-@dataclass(frozen=True)
-class TraceColumns:
+class TraceColumns(_Settings, TraceColumnsConfig):
     """Which column means what. None: the usual name, where the file has it; "": not used; a name: it must be there.
 
     Three shapes of rows are known. `messages` with `prompt_len`: the first `prompt_len` messages are the prompt; the
@@ -65,18 +70,8 @@ class TraceColumns:
     scores where the row has some, otherwise with the rewards 1 and 0.
     """
 
-    input: str | None = None  # usually "input", or "prompt"
-    output: str | None = None  # usually "output", "response" or "completion"
-    messages: str | None = None
-    prompt_len: str | None = None
-    reward: str = "final_reward"
-    group_id: str | None = None  # with it, traces belong together when their id and their prompt are equal
-    trace_id: str | None = None
-    model: str | None = None
-    time: str | None = None  # usually "time", "timestamp" or "created_at"
-    reference: str | None = None  # the expected answer; usually "reference_answer" or "reference"
-
-    def __post_init__(self) -> None:
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
         if self.messages and (self.input or self.output):
             raise DataError(
                 "columns: `messages` holds the prompt and the response; name either it, or `input` and `output`, not "
@@ -86,24 +81,13 @@ class TraceColumns:
             raise DataError("columns: `reward` needs the name of a column; the usual one is 'final_reward'")
 
 
-@dataclass(frozen=True)
-class TraceFilters:
-    """Which traces are used. What is left out is counted, by reason."""
+class TraceFilters(_Settings, TraceFiltersConfig):
+    """Which traces are used. What is left out is counted, by reason. A day means its beginning; UTC unless it has a
+    zone: `until` 2026-03-01 leaves that day out."""
 
-    min_reward_threshold: float | None = None  # traces with a lower reward are left out
-    since: str | date | None = None  # first moment that counts; a day means its beginning; UTC unless it has a zone
-    until: str | date | None = None  # first moment that counts no more; "2026-03-01" leaves that day out
-    where: JsonMapping = field(default_factory=dict)  # column -> the value, or the list of values, that it must have
-    duplicates: Duplicates = "keep"  # of equal, or nearly equal, responses to one prompt: else the first is kept
-    near_similarity: float = 0.9  # Jaccard similarity of five-word shingles from which "near" calls two texts the same
-
-    def __post_init__(self) -> None:
-        _one_of(self.duplicates, get_args(Duplicates), "duplicates")
-        threshold = self.min_reward_threshold
-        if threshold is not None and not math.isfinite(threshold):
-            raise DataError(f"min_reward_threshold: {threshold} is not a finite number")
-        if not 0.7 <= self.near_similarity <= 1:
-            raise DataError(f"near_similarity: {self.near_similarity} is not possible; between 0.7 and 1")
+    def __init__(self, **values: Any) -> None:
+        plain = {name: one.isoformat() if isinstance(one, date) else one for name, one in values.items()}
+        super().__init__(**plain)
         if self.since_moment and self.until_moment and self.since_moment >= self.until_moment:
             raise DataError(f"since {self.since} is not before until {self.until}: no trace could pass")
 
@@ -120,8 +104,7 @@ class TraceFilters:
         return self.since is not None or self.until is not None
 
 
-@dataclass(frozen=True)
-class PairRules:
+class PairRules(_Settings, PairRulesConfig):
     """How the traces of one prompt become preference pairs.
 
     A trace is preferred when its reward is at least `preferred`, and rejected when it is below `rejected_below`.
@@ -133,43 +116,27 @@ class PairRules:
     files.
     """
 
-    preferred: float = 0.7
-    rejected_below: float = 0.5
-    strategy: Strategy = "best_worst"
-    min_margin: float = 0.0
-    max_pairs_per_prompt: int | None = None
-
-    def __post_init__(self) -> None:
-        _one_of(self.strategy, get_args(Strategy), "strategy")
-        for name in ("preferred", "rejected_below", "min_margin"):
-            if not math.isfinite(getattr(self, name)):
-                raise DataError(f"{name}: {getattr(self, name)} is not a finite number")
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
         if self.preferred < self.rejected_below:
             raise DataError(
                 f"preferred {self.preferred:g} is below rejected_below {self.rejected_below:g}: "
                 "a trace would be preferred and rejected at once; raise the one or lower the other"
             )
-        if self.min_margin < 0 or (self.strategy == "by_margin" and self.min_margin == 0):
-            need = "above 0 with the strategy by_margin, such as 0.2" if self.strategy == "by_margin" else "at least 0"
-            raise DataError(f"min_margin: {self.min_margin:g} is not possible; it must be {need}")
-        if self.max_pairs_per_prompt is not None and self.max_pairs_per_prompt < 1:
-            raise DataError(f"max_pairs_per_prompt: {self.max_pairs_per_prompt} is not possible; at least 1, or none")
-
-
-def as_moment(value: str | date, name: str) -> datetime:
-    """A date or a time in ISO form as a moment; UTC unless it names another zone."""
-    moment: date
-    if isinstance(value, str):
-        try:
-            moment = datetime.fromisoformat(value)
-        except ValueError as error:
+        if self.strategy == "by_margin" and self.min_margin == 0:
             raise DataError(
-                f"{name}: {value!r} is not a date; write it like 2026-03-01 or 2026-03-01T12:00:00+01:00"
-            ) from error
-    else:
-        moment = value
-    if not isinstance(moment, datetime):
-        moment = datetime.combine(moment, time())
+                "min_margin: 0 is not possible with the strategy by_margin; it must be above 0, such as 0.2"
+            )
+
+
+def as_moment(value: str, name: str) -> datetime:
+    """A date or a time in ISO form as a moment; UTC unless it names another zone."""
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError as error:
+        raise DataError(
+            f"{name}: {value!r} is not a date; write it like 2026-03-01 or 2026-03-01T12:00:00+01:00"
+        ) from error
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
 
 
@@ -179,8 +146,3 @@ def text_of(turns: str | list[Message], *, only_role: str | None = None) -> str:
         return turns
     chosen = [turn for turn in turns if only_role is None or turn.get("role") == only_role]
     return "\n".join(turn["content"] for turn in chosen if turn["content"])
-
-
-def _one_of(value: str, known: tuple[str, ...], name: str) -> None:
-    if value not in known:
-        raise DataError(f"{name}: unknown {value!r}{nearest(str(value), known)}; known: {', '.join(known)}")

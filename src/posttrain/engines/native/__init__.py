@@ -1,5 +1,5 @@
 """The native engine: continuous batching over the modules that are being trained."""
 
-from posttrain.engines.native.engine import NativeEngine, NativeSettings, native_settings
+from posttrain.engines.native.engine import NativeEngine, NativeSettings
 
-__all__ = ["NativeEngine", "NativeSettings", "native_settings"]
+__all__ = ["NativeEngine", "NativeSettings"]

@@ -21,7 +21,7 @@ from posttrain.engines.native.cuda_graph_cache import Staging
 from posttrain.engines.native.kv_cache import PagedKvCache, dequantised, pools_of
 from posttrain.engines.native.recurrent_states import DecodeRecurrence, PrefillRecurrence
 from posttrain.engines.native.scheduler import Sample, pages_for
-from posttrain.models.attention_interface import AttendOptions, Latent, Place
+from posttrain.models.attention_interface import AttendOptions, Latent, Place, RecurrenceInputs
 from posttrain.policy.latent import Absorbed, expanded, stored
 from posttrain.policy.packed import PackedAttention, PackedKeys, Segment, scaled, softmax_with_sinks
 from posttrain.policy.recurrence import RowPiece
@@ -49,12 +49,9 @@ class _OverCache:
         assert self.recurrence is not None, "the cache has states for recurrent layers"
         return self.recurrence.convolve(place, x, weight, bias, silu=silu)
 
-    def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
-        *, unit: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def recur(self, place: Place, *inputs: *RecurrenceInputs, unit: bool = False) -> Tensor:
         assert self.recurrence is not None, "the cache has states for recurrent layers"
-        return self.recurrence.recur(place, query, key, value, log_decay, beta, unit=unit)
+        return self.recurrence.recur(place, *inputs, unit=unit)
 
     def keeps_latent(self, layer: int) -> bool:
         return self.cache.layers[layer].expanded is not None

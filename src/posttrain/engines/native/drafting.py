@@ -107,8 +107,7 @@ def _draft(text: np.ndarray, end: int, begin: int, stop: int, most: int) -> list
     best = begin + int(np.flatnonzero(length == length.max())[-1])
     draft = text[best + 1 : best + 1 + most]
     ends = np.flatnonzero(draft < 0)
-    found: list[int] = (draft[: ends[0]] if len(ends) else draft).tolist()
-    return found
+    return (draft[: ends[0]] if len(ends) else draft).tolist()
 
 
 def accept(text: Tensor, state: Tensor, rows: StepRows, tokens: Tensor, logprobs: Tensor) -> Tensor:

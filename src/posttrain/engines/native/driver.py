@@ -327,15 +327,16 @@ class Driver:
         """One more token for each of `samples`, the first one for those that join."""
         if self.graphs is not None:
             graphs, settings = self.graphs[adapter], [self._requests[sample.group] for sample in samples]
+
+            def read_earlier() -> None:  # grammars need it
+                self._read_early += self._read_all()
+
             if joining.samples:
                 prompts = {one: joining.prompts[one.group] for one in joining.samples if one.group.adapter == adapter}
                 graphs.join_prompts(prompts)
-            return self._launched(graphs.step(samples, settings, lambda: self._use(adapter), self._read_for_grammars))
+            return self._launched(graphs.step(samples, settings, lambda: self._use(adapter), read_earlier))
         self._use(adapter)
         return self._draw(samples, self.decoding.next_logits(adapter, samples))[1]
-
-    def _read_for_grammars(self) -> None:
-        self._read_early += self._read_all()
 
     def _draw_first(self, adapter: str, samples: Sequence[Sample]) -> Drawn:
         self._use(adapter)

@@ -44,6 +44,7 @@ from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.host_memory import available_bytes
 from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
 from posttrain.policy.memory.settings import MAX_DRAFTED_ROWS
+from posttrain.policy.model_support import check_length
 from posttrain.policy.parallel.experts import spreads_experts
 from posttrain.policy.routing import RouteRecorder
 from posttrain.policy.runtime import evaluation_mode
@@ -79,17 +80,6 @@ class NativeSettings(NativeConfig):
     # The same call computes the same bits, independent of earlier calls and of free memory.
     deterministic: bool = False
     records_routes: bool = False  # which experts are chosen; without CUDA graphs and drafts
-
-
-def native_settings(
-    native: NativeConfig, max_total_tokens: int, deterministic: bool = False, records_routes: bool = False
-) -> NativeSettings:
-    return NativeSettings(
-        **native.model_dump(),
-        max_total_tokens=max_total_tokens,
-        deterministic=deterministic,
-        records_routes=records_routes,
-    )
 
 
 @dataclass
@@ -342,15 +332,19 @@ class NativeEngine:
         """Run until all requests are finished or `is_over`, which is checked whenever an answer is finished."""
         groups = [request.group for request in requests]
         longest = max(group.prompt_length + group.max_new_tokens for group in groups)
-        self.forward.check_length(longest)
+        check_length(self.forward.config, longest)
         workspace = self._workspace_for(requests, longest)
         workspace.begin(groups, num_samples)
-        states = workspace.cache.states
+        states, prefixes = workspace.cache.states, workspace.prefixes
+        if prefixes is None and states is None and self._can_keep_prefixes():
+            # For prompts of one call that begin alike. Pages are shared while samples hold them, however many there
+            # are: the same call computes the same.
+            prefixes = PrefixCache(workspace.num_pages, self.settings.page_size, only_held=_LEAST_SHARED_TOKENS)
         scheduler = Scheduler(
             workspace.num_pages,
             self.settings.page_size,
             self.settings.max_batch_size,
-            prefixes=workspace.prefixes or self._prefixes_of_call(workspace),
+            prefixes=prefixes,
             num_state_slots=None if states is None else states.num_slots,
         )
         decoding = SingleBackend(self.forward, workspace.decode)
@@ -461,14 +455,6 @@ class NativeEngine:
         if self._keeps_workspace or keeps:
             self._workspace = workspace
         return workspace
-
-    def _prefixes_of_call(self, workspace: Workspace) -> PrefixCache | None:
-        """For prompts of one call that begin alike. Pages are shared while samples hold them, however many there are:
-        the same call computes the same.
-        """
-        if not self._can_keep_prefixes() or workspace.cache.states is not None:
-            return None
-        return PrefixCache(workspace.num_pages, self.settings.page_size, only_held=_LEAST_SHARED_TOKENS)
 
     def _can_keep_prefixes(self) -> bool:
         """With an FP8 cache, a prompt that continues cached pages would attend to rounded keys, and one that is

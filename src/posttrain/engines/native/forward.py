@@ -25,7 +25,7 @@ from posttrain.models.attention_interface import ATTENTION, AttentionContext, at
 from posttrain.models.vision import PromptImages, RowImages
 from posttrain.policy.fused.fp8 import Fp8Weights, fp8_products
 from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
-from posttrain.policy.model_support import SequenceShapes, check_length, observe_layers
+from posttrain.policy.model_support import SequenceShapes, observe_layers
 from posttrain.policy.packed import joined_positions
 from posttrain.policy.parallel.fsdp import device_of
 from posttrain.policy.recurrence import CHUNK_TOKENS
@@ -64,8 +64,7 @@ class ForwardPass:
 
     @property
     def _embedding(self) -> Tensor:
-        weight: Tensor = self.base.get_input_embeddings().weight
-        return weight
+        return self.base.get_input_embeddings().weight
 
     def hidden(
         self, context: AttentionContext, token_ids: Tensor, positions: Tensor, images: RowImages | None = None
@@ -121,10 +120,6 @@ class ForwardPass:
             per_token += 4 * heads * (5 * key_width + 4 * value_width + 3 * CHUNK_TOKENS)
             per_row += 4 * max(each.num_bytes for each in states)
         return num_tokens * per_token + num_rows * per_row
-
-    def check_length(self, longest: int) -> None:
-        """Reject lengths at which the model's positions would depend on the other sequences in the batch."""
-        check_length(self.config, longest)
 
 
 def prefill(forward: ForwardPass, cache: PagedKvCache, jobs: Sequence[Prefill], max_tokens: int) -> None:

@@ -304,8 +304,7 @@ class DecodeGraphs:
         """Advance the state of the first rows. Returns both as float64, [2, rows]."""
         token, position, _, index, live, *_ = self.state[:, : len(tokens)]
         if (kernel := self.decode.kernel) is not None:
-            drawn: Tensor = kernel.move_on(token, position, index, live, tokens, logprobs)
-            return drawn
+            return kernel.move_on(token, position, index, live, tokens, logprobs)
         token.copy_(tokens)
         position.add_(live)
         index.add_(live)

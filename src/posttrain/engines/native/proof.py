@@ -36,7 +36,7 @@ from posttrain.policy.model_support import is_noise_asked_for, refusing_errors
 from posttrain.policy.packed import PackedAttention, PackedRow, Segment
 from posttrain.policy.parallel.fsdp import whole_parameters
 from posttrain.policy.reward_head import SequenceScores
-from posttrain.policy.runtime import evaluation_mode, triton_kernels
+from posttrain.policy.runtime import evaluation_mode, mode_of, triton_kernels
 from posttrain.policy.trainer import PolicyTrainer
 from posttrain.types import NoiseKey, Sampling, Task, TokenBatch
 
@@ -115,7 +115,7 @@ def prove(
             for other in (proof.packed("packed into one row with others, after a prompt that it shares,"), *decoded):
                 proof.compare(alone, other)
         if in_training_too:
-            with _training_mode(model):
+            with mode_of(model, training=True):
                 proof.compare(alone, proof.packed("computed in training mode, with dropout that cannot be turned off,"))
 
 
@@ -195,8 +195,7 @@ class _Proof:
 
     def packed(self, name: str) -> TracedPass:
         """All sequences in one row, in which the samples of a prompt share it."""
-        mask = torch.ones(len(self.responses) * NUM_NEW_TOKENS)
-        batch = TokenBatch.build(self.prompts, self.responses, self.prompt_of, {"mask": mask})
+        batch = TokenBatch.build(self.prompts, self.responses, self.prompt_of)
         row = PackedRow.build(batch, self.device)
         with _tracing(self.layers, (self.forward.head.decoder,)) as trace, attention_context(row.attention):
             if isinstance(self.forward, TokenLogprobs):
@@ -334,14 +333,3 @@ def _precision_of_training(base: Any) -> Iterator[None]:
             yield
     finally:
         hook.remove()
-
-
-@contextmanager
-def _training_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

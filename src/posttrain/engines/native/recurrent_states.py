@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.engines.native.kv_cache import zeros
-from posttrain.models.attention_interface import Place
+from posttrain.models.attention_interface import Place, RecurrenceInputs
 from posttrain.models.tensor_files import TensorFacts
 from posttrain.policy.recurrence import (
     PackedRecurrence,
@@ -72,11 +72,8 @@ class PrefillRecurrence:
         pool.index_copy_(0, self.slots, self.packed.last_tokens(x, weight.shape[1], before).to(pool.dtype))
         return self.packed.convolve(x, weight, bias, before, silu=silu)
 
-    def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
-        *, unit: bool = False,
-    ) -> Tensor:  # fmt: skip
-        out, after = self.packed.recur(query, key, value, log_decay, beta, self._before(place), unit=unit)
+    def recur(self, place: Place, *inputs: *RecurrenceInputs, unit: bool = False) -> Tensor:
+        out, after = self.packed.recur(*inputs, self._before(place), unit=unit)
         self.states.pools[place].index_copy_(0, self.slots, after)
         return out
 
@@ -93,23 +90,17 @@ class DecodeRecurrence:
         pool = self.states.pools[place]
         kernels = None if pool.dtype == torch.float64 else self.kernels
         if kernels is not None and kernels.convolution_fits(pool, x, weight, bias, silu=silu):
-            stepped: Tensor = kernels.convolution_step(pool, self.slots, x, weight, bias, silu=silu)
-            return stepped
+            return kernels.convolution_step(pool, self.slots, x, weight, bias, silu=silu)
         out, after = convolution_step(pool.index_select(0, self.slots), x, weight, bias)
         pool.index_copy_(0, self.slots, after)
         return F.silu(out) if silu else out
 
-    def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
-        *, unit: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def recur(self, place: Place, *inputs: *RecurrenceInputs, unit: bool = False) -> Tensor:
         pool = self.states.pools[place]
-        given = (query, key, value, log_decay, beta)
         kernels = self.kernels if pool.dtype == torch.float32 else None
-        if kernels is not None and kernels.recurrence_fits(pool, *given, unit=unit):
-            stepped: Tensor = kernels.recurrence_step(pool, self.slots, *given, unit=unit)
-            return stepped
-        query, key, value, log_decay, beta = in_exact_types(*given, unit=unit)
+        if kernels is not None and kernels.recurrence_fits(pool, *inputs, unit=unit):
+            return kernels.recurrence_step(pool, self.slots, *inputs, unit=unit)
+        query, key, value, log_decay, beta = in_exact_types(*inputs, unit=unit)
         out, after = recurrence_step(pool.index_select(0, self.slots), query, key, value, log_decay, beta)
         pool.index_copy_(0, self.slots, after)
         return out

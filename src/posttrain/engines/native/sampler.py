@@ -101,10 +101,7 @@ def draw_plain(
     `inverse_temperature`: [rows], float32; 0: greedy.
     """
     if logits.is_cuda and (kernels := triton_kernels(_KERNELS)) is not None:  # the same draw in one pass
-        drawn: tuple[Tensor, Tensor] = kernels.sample_rows(
-            logits, sequence_keys, token_index, inverse_temperature, vocab_size=vocab_size
-        )
-        return drawn
+        return kernels.sample_rows(logits, sequence_keys, token_index, inverse_temperature, vocab_size=vocab_size)
     is_greedy = inverse_temperature == 0.0
     scores = logits.float() * inverse_temperature.masked_fill(is_greedy, 1.0)[:, None]
     best, sampled = (

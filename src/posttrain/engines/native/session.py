@@ -30,6 +30,7 @@ from posttrain.engines.native.sampler import Candidates, TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
 from posttrain.engines.native.stopping import StopRules, ends_of_sequence
 from posttrain.errors import InputError
+from posttrain.policy.model_support import check_length
 from posttrain.types import FinishReason, ImageRef, Sampling, Task
 
 # Tokens of prompts that a decode step computes beside the samples. More are a prefill of their own, which is faster by
@@ -145,7 +146,7 @@ class GenerationSession:
     @torch.no_grad()
     def _allocate(self) -> None:
         settings, longest = self.settings, self.settings.max_total_tokens
-        self.forward.check_length(longest)
+        check_length(self.forward.config, longest)
         self.forward.fp8 = fp8_weights(self.forward, settings)
         least = pages_for(longest, settings.page_size) + 1
         on_gpu = self.forward.device.type == "cuda"

@@ -256,8 +256,7 @@ class Speculation:
         decode.slots, decode.lengths = rows.slots.flatten(), rows.lengths.flatten()
         hidden = self.forward.hidden(decode, rows.tokens.flatten(), rows.positions.flatten())
         tokens, logprobs = sampler.draw(self.forward.head.logits(hidden), rows.keys.flatten(), rows.index.flatten())
-        drawn: Tensor = self._steps.accept(self.text, state, rows, tokens, logprobs)
-        return drawn
+        return self._steps.accept(self.text, state, rows, tokens, logprobs)
 
 
 def _left(sample: Sample) -> int:

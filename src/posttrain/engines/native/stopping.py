@@ -80,5 +80,4 @@ class StopStringScanner:
         return any(string in seen for string in self.strings)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
-        return text
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)

@@ -64,7 +64,12 @@ class VllmEngine:
                 prompts.append({"prompt_token_ids": request.prompt_ids})
                 own = {"max_tokens": request.max_tokens, "seed": request.seed}
                 parameters.append(self._vllm.SamplingParams(**shared, **own))
-        outputs = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=self._lora_request())
+        lora = None
+        if self._adapter is not None:
+            from vllm.lora.request import LoRARequest
+
+            lora = LoRARequest("adapter", 1, str(self._adapter))
+        outputs = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=lora)
         completions = [_completion(output.outputs[0]) for output in outputs]
         if progress is not None:
             progress(len(completions))
@@ -72,13 +77,6 @@ class VllmEngine:
 
     def release(self) -> None:
         """No-op: vLLM keeps its memory until the process ends, and no trainer shares its GPU."""
-
-    def _lora_request(self) -> Any:
-        if self._adapter is None:
-            return None
-        from vllm.lora.request import LoRARequest
-
-        return LoRARequest("adapter", 1, str(self._adapter))
 
 
 def _completion(output: Any) -> Completion:

@@ -171,8 +171,7 @@ class SampledAnswers:
         if "done" in frame:
             self.rest = frame["done"]
             return []
-        finished: list[Any] = frame["finished"]
-        return finished
+        return frame["finished"]
 
     def go_on(self, wanted: bool) -> None:
         self._process._send(go_on=wanted)

@@ -36,6 +36,7 @@ from posttrain.models.loading import resolve_device
 from posttrain.models.lora import is_adapted
 from posttrain.policy.checkpoint.files import is_stored_otherwise, named_adapters, named_weights
 from posttrain.policy.experts import adapters_by_file, stacked_experts
+from posttrain.policy.head import without_adapter_wrapper
 from posttrain.policy.runtime import shareable_memory
 from posttrain.roles import Progress
 from posttrain.types import (
@@ -69,7 +70,7 @@ class VllmSampler:
         self._longest = LengthLimit("policy.max_total_sequence_length", policy.max_total_sequence_length)
         self._is_adapted = is_adapted(model)
         self._records_routes = policy.router_replay.enabled
-        self._converts = is_stored_otherwise(_base(model), dict(base_weights(model)))
+        self._converts = is_stored_otherwise(without_adapter_wrapper(model), dict(base_weights(model)))
         empty = ((name, torch.empty(tensor.shape, device="meta")) for name, tensor in base_weights(model))
         self._shapes = {name: list(tensor.shape) for name, tensor in self._as_in_files(empty)}
         self.version: int | None = None  # of the weights that vLLM holds
@@ -107,7 +108,7 @@ class VllmSampler:
                 name: tensor.cpu().contiguous() for name, tensor in self._as_in_files(_whole(base_weights(self._model)))
             }
         # Not with save_pretrained, which writes on the first rank only: every rank has its own vLLM.
-        base: Any = _base(self._model)
+        base = without_adapter_wrapper(self._model)
         base.config.architectures = base.config.architectures or [type(base).__name__]
         for config in (base.config, base.generation_config):
             config.save_pretrained(folder)
@@ -163,9 +164,10 @@ class VllmSampler:
         """In the layout of the model's files, which is vLLM's: of stacked experts one tensor for each."""
         from transformers.core_model_loading import revert_weight_conversion
 
+        base = without_adapter_wrapper(self._model)
         for name, tensor in weights:
             found = {name: tensor}
-            yield from (revert_weight_conversion(_base(self._model), found) if self._converts else found).items()
+            yield from (revert_weight_conversion(base, found) if self._converts else found).items()
 
     def _send_files(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         for index, lot in enumerate(lots_of(weights, _FILE_BUCKET_BYTES)):
@@ -201,7 +203,7 @@ class VllmSampler:
         folder = self._folder / f"adapter-{self._num_adapters}"
         folder.mkdir()
         adapters = {name: tensor.contiguous().cpu() for name, tensor in _whole(named_adapters(self._model).items())}
-        base: Any = _base(self._model)
+        base = without_adapter_wrapper(self._model)
         if stacked_experts(base) and not str(base.config.get_text_config().model_type).startswith(_STACKED_ADAPTERS):
             plain = {name.removeprefix(_PEFT): tensor for name, tensor in adapters.items()}
             adapters = {_PEFT + name: tensor for name, tensor in adapters_by_file(base, plain).items()}
@@ -351,11 +353,6 @@ def _unpacked(shape: list[int], dtype: str, content: str) -> Tensor:
     """Experts that vLLM chose: [tokens of prompt and answer but the last, layers, experts of a token]."""
     experts = np.frombuffer(base64.b64decode(content), dtype=dtype).reshape(shape)
     return torch.from_numpy(experts.astype(np.int16))
-
-
-def _base(model: nn.Module) -> nn.Module:
-    base: nn.Module = model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
-    return base
 
 
 def _environment(policy: PolicyConfig, generation: GenerationConfig, first_gpu: int | None) -> dict[str, str]:

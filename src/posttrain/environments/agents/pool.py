@@ -37,6 +37,8 @@ class AgentClock:
     # When the first request of those that wait came, or the last one was answered. -inf: it has not begun.
     changed_at: float = -math.inf
     problem: str = ""  # why the endpoint gives the agent up
+    began_at: float = 0.0
+    own_s: float = 0.0  # that an agent which has ended did not wait for the model
 
     def ask(self) -> None:
         if self.num_waiting == 0:
@@ -81,7 +83,8 @@ class AgentPool(ScoringPool):
         before = set(batch.running)
         super()._hand_out(batch)
         for worker in set(batch.running) - before:
-            self._clocks[batch.running[worker][0] - 1].changed_at = time.monotonic()
+            clock = self._clocks[batch.running[worker][0] - 1]
+            clock.began_at = clock.changed_at = time.monotonic()
 
     def _left_s(self, number: int, limit: float) -> float:
         clock, now = self._clocks[number - 1], time.monotonic()
@@ -101,6 +104,9 @@ class AgentPool(ScoringPool):
     def _conclude(self, batch: Batch, worker: WorkerProcess, score: Score) -> None:
         number, _ = batch.running[worker]
         super()._conclude(batch, worker, score)
+        clock = self._clocks[number - 1]
+        until = clock.changed_at if clock.num_waiting else time.monotonic()
+        clock.own_s = max(until - clock.began_at - clock.waited_s, 0.0)
         self._on_end(number - 1, score)
 
     def _read(self, reply: JsonObject) -> Score:

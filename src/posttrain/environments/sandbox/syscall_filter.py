@@ -12,100 +12,15 @@ import errno
 import platform
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 
 from posttrain.environments.sandbox import kernel
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-# name -> number on x86-64 and on 64-bit ARM; 0xFFFF where the architecture has no such call.
-_FORBIDDEN: dict[str, tuple[int, int]] = {
-    "socket": (41, 198),
-    "bind": (49, 200),
-    "listen": (50, 201),
-    "accept": (43, 202),
-    "accept4": (288, 242),
-    "connect": (42, 203),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "pidfd_getfd": (438, 438),
-    "kcmp": (312, 272),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "open_by_handle_at": (304, 265),
-    "name_to_handle_at": (303, 264),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "shmget": (29, 194),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "adjtimex": (159, 171),
-    "quotactl": (179, 60),
-    "acct": (163, 89),
-    "syslog": (103, 116),
-    "iopl": (172, 0xFFFF),
-    "ioperm": (173, 0xFFFF),
-    "personality": (135, 92),
-    "vhangup": (153, 58),
-    "lookup_dcookie": (212, 18),
-    # Memory that is not mapped: files without a name, pipes with one, larger buffers of sockets, files in flight
-    # between sockets, pages (whole huge pages, even) that a pipe refers to, queues of events, rules, policies, filters.
-    "memfd_create": (319, 279),
-    "mknod": (133, 0xFFFF),
-    "mknodat": (259, 33),
-    "memfd_secret": (447, 447),
-    "setsockopt": (54, 208),
-    "sendmsg": (46, 211),
-    "sendmmsg": (307, 269),
-    "splice": (275, 76),
-    "tee": (276, 77),
-    "vmsplice": (278, 75),
-    "sendfile": (40, 71),
-    "inotify_init": (253, 0xFFFF),
-    "inotify_init1": (294, 26),
-    "fanotify_init": (300, 262),
-    "io_setup": (206, 0),
-    "mbind": (237, 235),
-    "set_mempolicy": (238, 237),
-    "set_mempolicy_home_node": (450, 450),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "landlock_create_ruleset": (444, 444),
-    "landlock_add_rule": (445, 445),
-    "landlock_restrict_self": (446, 446),
-    "seccomp": (317, 277),
-}
+# The numbers on x86-64 and on 64-bit ARM of each call.
+_TABLE = Path(__file__).with_name("forbidden_calls.txt").read_text("ascii")
+_FORBIDDEN = [line.split()[1:] for line in _TABLE.splitlines() if not line.startswith("#")]
 _FIRST_UNKNOWN = 463  # calls that are newer than this list; libraries go on without them
 _MMAP = (9, 222)
 _SOCKETPAIR = (53, 199)
@@ -161,10 +76,9 @@ def syscall_filter(machine: str | None = None) -> bytes:
     if machine == "x86_64":
         program += [_instruction(_JUMP_AT_LEAST, 0, 1, _X32), _EPERM]
     program += [_instruction(_JUMP_AT_LEAST, 0, 1, _FIRST_UNKNOWN), missing]
-    for numbers in _FORBIDDEN.values():
-        number = numbers[column]
-        if number != 0xFFFF:
-            program += [_instruction(_JUMP_EQUAL, 0, 1, number), _EPERM]
+    for numbers in _FORBIDDEN:
+        if numbers[column] != "-":
+            program += [_instruction(_JUMP_EQUAL, 0, 1, int(numbers[column])), _EPERM]
     # The arguments of `clone3` are in memory, which a filter cannot read: libraries fall back to `clone`.
     program += [_instruction(_JUMP_EQUAL, 0, 1, _CLONE3[column]), missing]
     # Threads share their open files: those of the first one are counted.

@@ -23,21 +23,17 @@ from posttrain_side import Problem, require, serve
 HEALTH_LIMIT_S = 60.0
 
 
-def start(setup: Any) -> tuple[Any, Callable[[Any], Any]]:
+def start(setup: Any) -> tuple[Any, OpenEnvSide]:
     version = require("openenv", "0.10", "0.11")
     url = setup["base_url"] or serve_package(setup["package"], setup["app"])
     wait_until_healthy(url, HEALTH_LIMIT_S if setup["package"] else 10.0)
-    side = OpenEnvSide(url, setup["limit_s"])
-    return {"version": version, "schema": ask(f"{url}/schema")}, side.answer
+    return {"version": version, "schema": ask(f"{url}/schema")}, OpenEnvSide(url, setup["limit_s"])
 
 
 class OpenEnvSide:
     def __init__(self, url: str, limit_s: float) -> None:
         self.url, self.limit_s = url, limit_s
         self.sessions: dict[str, Any] = {}
-
-    def answer(self, request: Any) -> Any:
-        return getattr(self, request["operation"])(**request["arguments"])
 
     def reset(self, session: str, arguments: Any) -> Any:
         from openenv.core.generic_client import GenericEnvClient

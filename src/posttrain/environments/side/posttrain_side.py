@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Answers = Callable[[Any], Any]
-
 processes = runpy.run_path(str(Path(__file__).parents[2] / "processes.py"))
 
 
@@ -45,20 +43,20 @@ def number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def serve(start: Callable[[Any], tuple[Any, Answers]]) -> None:
-    """`start` gets the setup and returns (a description, a function from requests to answers)."""
+def serve(start: Callable[[Any], tuple[Any, object]]) -> None:
+    """`start` gets the setup and returns a description, and an object whose methods answer requests: operations."""
     descriptor, lifeline = int(sys.argv[1]), int(sys.argv[2])
     for each in (descriptor, lifeline):
         os.set_inheritable(each, False)
     processes["die_with_parent"](lifeline)
-    answer: Answers | None = None
+    side: object = None
     while (data := processes["read_frame"](descriptor)) is not None:
         request = json.loads(data)
         try:
-            if answer is None:
-                done, answer = start(request)
+            if side is None:
+                done, side = start(request)
             else:
-                done = answer(request)
+                done = getattr(side, request["operation"])(**request["arguments"])
             reply = {"done": done}
         except Problem as error:
             reply = {"error": str(error), "kind": error.kind}

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,15 @@ from posttrain_side import Problem, require, serve
 TASKS_AT_ONCE = 100_000  # of a taskset without an end
 
 
-def start(setup: Any) -> tuple[Any, Callable[[Any], Any]]:
+def start(setup: Any) -> tuple[Any, VerifiersSide]:
     version = require("verifiers", "0.4", "0.5")
     path = Path(setup["taskset"]).expanduser()
     if path.suffix == ".py":
         if not path.is_file():
             raise Problem(f"there is no file {path}")
         sys.path.insert(0, str(path.resolve().parent))
-    return {"version": version}, VerifiersSide(
-        {**setup, "taskset": path.stem if path.suffix == ".py" else setup["taskset"]}
-    ).answer
+        setup = {**setup, "taskset": path.stem}
+    return {"version": version}, VerifiersSide(setup)
 
 
 class VerifiersSide:
@@ -42,9 +40,6 @@ class VerifiersSide:
                 f"the taskset {setup['taskset']!r} cannot be used: {type(error).__name__}: {error}"
             ) from error
         self.count = itertools.count()
-
-    def answer(self, request: Any) -> Any:
-        return getattr(self, request["operation"])(**request["arguments"])
 
     def tasks(self, count: int | None) -> Any:
         chosen = self.all[: count or len(self.all)]

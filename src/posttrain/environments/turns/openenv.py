@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from posttrain.environments.item import Unscored
 from posttrain.environments.side_process import SideError, SideProcess
 from posttrain.environments.turns.interface import EndReason, Turn, TurnEnvironment, TurnTask
 from posttrain.environments.turns.replay import History, LiveStates, NoRoom
-from posttrain.files.json_files import JsonMapping, JsonObject
+from posttrain.files.json_files import JsonMapping, JsonObject, parse_json
 
 _OF_OPENENV = ("done", "reward", "metadata")
 _CONVERTED: Mapping[str, type] = {"integer": int, "number": float}
@@ -85,8 +86,11 @@ class OpenEnv(TurnEnvironment):
     def _action(self, response: str) -> JsonObject:
         if self._field is not None:
             convert = _CONVERTED.get(self._actions[self._field].get("type", ""), str)
-            return {self._field: convert(response.strip()) if convert is not str else response}
-        action = json.loads(response)
+            value = convert(response.strip()) if convert is not str else response
+            if value in (math.inf, -math.inf) or value != value:
+                raise ValueError(f"{value} is no number that can be sent")
+            return {self._field: value}
+        action = parse_json(response)
         if not isinstance(action, dict):
             raise ValueError(f"a JSON object with {', '.join(self._actions)} is needed")
         return action

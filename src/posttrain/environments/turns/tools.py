@@ -84,9 +84,10 @@ class ToolEnvironment(TurnEnvironment):
             properties = schemas[call.name].get("properties", {})
             if name not in properties:
                 return f"{call.name} has no argument {str(name)[:40]!r}; it has {', '.join(properties)}"
-            expected = _TYPES.get(properties[name].get("type", ""), ())
-            if expected and (not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected)):
-                return f"{call.name}: the argument {name!r} must be a {properties[name]['type']}"
+            kind = properties[name].get("type", ()) if isinstance(properties[name], Mapping) else ()
+            kinds = [kind] if isinstance(kind, str) else kind
+            if kinds and not any(_is_a(value, each) for each in kinds):
+                return f"{call.name}: the argument {name!r} must be a {' or '.join(kinds)}"
         return ""
 
 
@@ -106,6 +107,11 @@ def schema_of(name: str, description: str, argument: str, about: str) -> JsonMap
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
+def _is_a(value: object, kind: str) -> bool:
+    expected = _TYPES.get(kind, (object,))
+    return isinstance(value, expected) and (not isinstance(value, bool) or bool in expected or object in expected)
+
+
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "number": (int, float),
@@ -113,4 +119,5 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "array": (list,),
     "object": (dict,),
+    "null": (type(None),),
 }

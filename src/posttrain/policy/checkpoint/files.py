@@ -134,10 +134,7 @@ def named_adapters(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that peft saves of an adapted model, under peft's names."""
     from peft import get_peft_model_state_dict
 
-    adapters: dict[str, Tensor] = get_peft_model_state_dict(
-        model, state_dict=dict(model.state_dict()), save_embedding_layers=False
-    )
-    return adapters
+    return get_peft_model_state_dict(model, state_dict=dict(model.state_dict()), save_embedding_layers=False)
 
 
 def is_stored_otherwise(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:

@@ -69,8 +69,7 @@ def begin_sum(parameter: Tensor) -> None:
 
 def sum_of(parameter: Tensor) -> Tensor | None:
     """None before the first gradient."""
-    total: Tensor | None = getattr(parameter, _SUM)
-    return total
+    return getattr(parameter, _SUM)
 
 
 def move_to_sum(parameter: Tensor) -> None:

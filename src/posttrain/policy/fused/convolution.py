@@ -195,8 +195,7 @@ def convolve(
     silu: bool,
 ) -> Tensor:
     """In the type of `x`."""
-    out: Tensor = _Convolve.apply(users, taps, x, weight, bias, windows, silu)
-    return out
+    return _Convolve.apply(users, taps, x, weight, bias, windows, silu)
 
 
 def dense_rows(x: Tensor) -> Tensor:

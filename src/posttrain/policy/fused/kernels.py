@@ -167,6 +167,12 @@ def add(x: Tensor, delta: Tensor) -> Tensor:
     return out
 
 
+def add_into(total: Tensor, addend: Tensor) -> None:
+    """`total += addend`, contiguous, fp32 and anything: torch reads mixed types one number at a time."""
+    if count := total.numel():
+        _add[(triton.cdiv(count, _ADD_BLOCK),)](total, addend, total, count, BLOCK=_ADD_BLOCK, num_warps=8)
+
+
 # -- rotation --------------------------------------------------------------------------------------------------------
 
 
@@ -260,22 +266,3 @@ def swiglu_backward(
             grad_gate.stride(0), grad_up.stride(0), width, HAS_OUT=again, BLOCK=_SWIGLU_BLOCK, num_warps=4,
         )  # fmt: skip
     return out
-
-
-# -- adding up gradients ---------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _add_into(total_ptr, addend_ptr, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    total = tl.load(total_ptr + at, mask=inside, other=0.0)
-    addend = tl.load(addend_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(total_ptr + at, total + addend, mask=inside)
-
-
-def add_into(total: Tensor, addend: Tensor) -> None:
-    """`total += addend`, contiguous, fp32 and anything: torch reads mixed types one number at a time."""
-    count = total.numel()
-    if count:
-        _add_into[(triton.cdiv(count, _ADD_BLOCK),)](total, addend, count, BLOCK=_ADD_BLOCK, num_warps=8)

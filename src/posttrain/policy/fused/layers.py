@@ -206,8 +206,7 @@ def _whole_angles(halves: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     kept = vars(halves[0])
     if "whole" not in kept:
         kept["whole"] = tuple(angles.repeat(1, 1, 2) for angles in halves)
-    whole: tuple[Tensor, Tensor] = kept["whole"]
-    return whole
+    return kept["whole"]
 
 
 def _rows(output: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -293,8 +292,7 @@ class FusedLayer:
         layer = self.layer
         if not (_RECOMPUTES_IN_FORWARD and layer.training and getattr(layer, "gradient_checkpointing", False)):
             return self._compute(*states, **arguments)
-        out: Tensor = layer._gradient_checkpointing_func(partial(self._compute, **arguments), *states)
-        return out
+        return layer._gradient_checkpointing_func(partial(self._compute, **arguments), *states)
 
     def _compute(
         self,
@@ -473,8 +471,7 @@ class FusedGatedNorm:
             weight.device, hidden_states.dtype, gate_dtype=gate.dtype, weight_dtype=weight.dtype,
             width=len(weight), eps=eps, trains=trains,
         ):  # fmt: skip
-            plain: Tensor = self.own_forward(hidden_states, gate)
-            return plain
+            return self.own_forward(hidden_states, gate)
         rows = [x.reshape(-1, x.shape[-1]) for x in (hidden_states, gate)]
         out: Tensor = GatedNorm.apply(*rows, weight, eps)
         return out.view(hidden_states.shape)
@@ -494,8 +491,7 @@ class FusedNorm:
 
         pending = self.pending.take(hidden_states)
         if hidden_states.dim() != 3 or len(hidden_states) != 1:
-            out: Tensor = self.own_forward(hidden_states if pending is None else hidden_states + whole(pending))
-            return out
+            return self.own_forward(hidden_states if pending is None else hidden_states + whole(pending))
         x = hidden_states[0].contiguous()
         weight = local_parameter(self.norm)
         delta = None if pending is None else whole(pending)

@@ -22,9 +22,6 @@ STAGES = 2
 PASS_COLUMNS = 32  # of a state that is passed from chunk to chunk
 # A prompt of several chunks and two answers to it.
 TRIAL_PIECES = (RowPiece(0, 150), RowPiece(150, 230, 0), RowPiece(230, 250, 0))
-# 3: the system of a chunk is solved in blocks of 8 tokens, which are joined. 0: by substitution, which is slower: 0.7
-# ms more for 8,100 tokens of a layer of Qwen3.5 4B. With joined blocks heads of 8 were wrong in bf16 on an H200.
-SOLVER_LEVELS = 0
 WIDTH_STEP = 16  # heads are padded to multiples of it: Triton then loads 16 bytes at a time, and never 2
 
 
@@ -174,7 +171,7 @@ def _states(
         w = v.new_empty(shape.rows, shape.heads, shape.key_width, dtype=shape.dtype)
         kernels.corrections[(chunks.num_chunks, shape.heads)](
             chunks.table, k, v, g, beta, t, x, w, k.stride(0), v.stride(0), *shape.widths,
-            **shape.common, **shape.key_tiles, **shape.value_tiles, LEVELS=SOLVER_LEVELS,
+            **shape.common, **shape.key_tiles, **shape.value_tiles,
         )  # fmt: skip
     states = v.new_empty(chunks.num_chunks, shape.heads, *shape.widths, dtype=shape.dtype)
     sizes = (chunks.num_pieces, shape.heads, *shape.widths)
@@ -235,14 +232,13 @@ def fits(
     return TRIAL.passes(
         value.device, key.dtype, value_dtype=value.dtype, rate_dtype=None if beta is None else beta.dtype,
         widths=(key.shape[2], value.shape[2]), group=value.shape[1] // key.shape[1], unit=unit,
-        has_before=states is not None, trains=trains, solver_levels=SOLVER_LEVELS,
+        has_before=states is not None, trains=trains,
     )  # fmt: skip
 
 
 def _comparisons(
     device: torch.device, dtype: torch.dtype, *, value_dtype: torch.dtype, rate_dtype: torch.dtype | None,
     widths: tuple[int, int], group: int, unit: bool, has_before: bool, trains: bool,
-    solver_levels: int,
 ) -> Iterator[Comparison]:  # fmt: skip
     """In training with gradients of the outputs, and with those of the last states too: the kernels differ."""
     packed, on_host = (PackedRecurrence(TRIAL_PIECES, each) for each in (device, torch.device("cpu")))

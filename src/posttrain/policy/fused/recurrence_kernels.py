@@ -87,9 +87,9 @@ def unit_rows(x_ptr, out_ptr, stride_x, rows, width, eps, scale, ROWS: tl.conste
 def corrections(
     table_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, t_ptr, u_ptr, w_ptr, stride_k, stride_v, key_width, value_width,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, BK: tl.constexpr, VALUES: tl.constexpr,
-    BV: tl.constexpr, PRECISION: tl.constexpr, LEVELS: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """T, U and W of a chunk and a head. T by substitution; with LEVELS in 2^LEVELS blocks, which are then joined."""
+    """T, by substitution, U and W of a chunk and a head."""
     chunk, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     start = tl.load(table_ptr + 2 * chunk).to(tl.int64)
     count = tl.load(table_ptr + 2 * chunk + 1) - start
@@ -105,26 +105,10 @@ def corrections(
     # The transpose of A: row i of A is then a column, in the layout in which it is multiplied with the rows of T.
     below = tl.where(row < column, beta[None, :] * scores * _between_turned(total, TOKENS), 0.0)
     solved = tl.where(row == column, 1.0, 0.0)
-    if LEVELS == 0:
-        for at in range(1, count.to(tl.int32)):
-            coefficients = tl.sum(tl.where(column == at, below, 0.0), 1)
-            known = tl.sum(coefficients[:, None] * solved, 0)
-            solved -= tl.where(row == at, known[None, :], 0.0)
-    else:
-        BLOCK: tl.constexpr = TOKENS >> LEVELS
-        own = row // BLOCK == column // BLOCK
-        below = tl.where(own, below, 0.0)
-        for at in range(1, BLOCK):  # of all blocks at once
-            coefficients = tl.sum(tl.where(column % BLOCK == at, below, 0.0), 1)
-            known = tl.sum(coefficients[:, None] * solved, 0)
-            solved -= tl.where(own & (row % BLOCK == at), known[None, :], 0.0)
-        # Of two neighbours together: with B the part of A between them, T - T B T.
-        scores *= beta[:, None] * _between(total, TOKENS)
-        for level in tl.static_range(LEVELS):
-            block_of_row, block_of_column = row // (BLOCK << level), column // (BLOCK << level)
-            joins = (block_of_row == block_of_column + 1) & (block_of_row % 2 == 1)
-            joined = tl.dot(solved, tl.where(joins, scores, 0.0), input_precision=PRECISION)
-            solved -= tl.dot(joined, solved, input_precision=PRECISION)
+    for at in range(1, count.to(tl.int32)):
+        coefficients = tl.sum(tl.where(column == at, below, 0.0), 1)
+        known = tl.sum(coefficients[:, None] * solved, 0)
+        solved -= tl.where(row == at, known[None, :], 0.0)
     place = t_ptr + (chunk * heads + head) * TOKENS * TOKENS
     _store(place, solved, 0, TOKENS, TOKENS, 0, TOKENS, TOKENS, TOKENS)
     of_values = (solved * beta[None, :]).to(product)

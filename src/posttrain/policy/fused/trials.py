@@ -61,8 +61,11 @@ class Observed(PackedAttention):
         return super().attend(layer, query, key, value, **options)
 
     def _run(self, forward: Callable[..., Tensor]) -> Tensor:
-        echo = self.layer.mlp.register_forward_hook(_echo) if self.calls_mlp else nullcontext()
-        with evaluation_mode(self.layer), attention_context(self), _autocast(self.norm_weight), echo:
+        def echo(_: nn.Module, inputs: tuple[Any, ...], output: object) -> Any:
+            return (inputs[0], *output[1:]) if isinstance(output, tuple) else inputs[0]
+
+        hook = self.layer.mlp.register_forward_hook(echo) if self.calls_mlp else nullcontext()
+        with evaluation_mode(self.layer), attention_context(self), _autocast(self.norm_weight), hook:
             output = forward(self.states, **self.given)
         return output[0] if isinstance(output, tuple) else output
 
@@ -78,10 +81,6 @@ class Observed(PackedAttention):
         return is_observed and is_near(
             self._run(forward), self.output, self.norm_weight.dtype, spread=self.output - self.states
         )
-
-
-def _echo(module: nn.Module, inputs: tuple[Any, ...], output: object) -> Any:
-    return (inputs[0], *output[1:]) if isinstance(output, tuple) else inputs[0]
 
 
 def _reduced(weight: Tensor) -> torch.dtype | None:

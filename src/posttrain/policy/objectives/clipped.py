@@ -59,7 +59,7 @@ class ClippedPolicyGradient:
         return batch.only(of_rows.nonzero().flatten().tolist())
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        frame = Frame(logprobs, batch, self._denominator(batch))
+        frame = LossColumns(logprobs, batch, self._denominator(batch))
         loss, ratio, metrics = self._policy_gradient(frame)
         if self.needs_reference:
             kl = self._kl_term(frame, ratio)
@@ -73,7 +73,7 @@ class ClippedPolicyGradient:
         metrics["loss"] = loss.detach()
         return loss, metrics
 
-    def _policy_gradient(self, frame: Frame) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _policy_gradient(self, frame: LossColumns) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The loss by the frame's advantages, the ratio of each token, and metrics."""
         ratio, clipped, actor = self._actor(frame)
         weight, out_of_bounds = self._importance_weight(frame)
@@ -93,7 +93,7 @@ class ClippedPolicyGradient:
 
     # -- the actor ---------------------------------------------------------------------------------------------------
 
-    def _actor(self, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
+    def _actor(self, frame: LossColumns) -> tuple[Tensor, Tensor, Tensor]:
         """Ratio, clipped ratio and loss of each token, before importance weights."""
         lc, advantages = frame.current, frame.advantages
         if self.config.disable_ppo_ratio:
@@ -129,7 +129,7 @@ class ClippedPolicyGradient:
         return ratio, clipped, loss
 
     @torch.no_grad()
-    def _is_near(self, frame: Frame) -> Tensor:
+    def _is_near(self, frame: LossColumns) -> Tensor:
         """DPPO: of each token, whether an update in the direction of its advantage stays near the policy before. Of all
         other tokens together only the probability is known: the divergence is of two outcomes.
         """
@@ -144,7 +144,7 @@ class ClippedPolicyGradient:
         moves_back = torch.where(rises, now <= before, now >= before)
         return moves_back | (divergence <= limit)
 
-    def _importance_weight(self, frame: Frame) -> tuple[Tensor, Tensor]:
+    def _importance_weight(self, frame: LossColumns) -> tuple[Tensor, Tensor]:
         """exp(lp - lg), truncated as configured; and which tokens were out of bounds. Never carries a gradient."""
         ones = torch.ones_like(frame.mask)
         if not self.config.use_importance_sampling_correction:
@@ -170,7 +170,7 @@ class ClippedPolicyGradient:
 
     # -- the price of leaving the reference ----------------------------------------------------------------------------
 
-    def _kl_term(self, frame: Frame, ratio: Tensor) -> Tensor:
+    def _kl_term(self, frame: LossColumns, ratio: Tensor) -> Tensor:
         lc = frame.current
         log_ratio = frame.reference - lc
         clamped = log_ratio
@@ -183,7 +183,7 @@ class ClippedPolicyGradient:
             kl = kl.clamp(-self.config.kl_output_clamp_value, self.config.kl_output_clamp_value)
         return kl
 
-    def _kl_weight(self, frame: Frame, ratio: Tensor) -> Tensor:
+    def _kl_weight(self, frame: LossColumns, ratio: Tensor) -> Tensor:
         """The importance weight of the estimate under the current policy. `on_policy` is 1 with a non-zero gradient."""
         lc = frame.current
         kind = self.config.kl_importance_weight or (
@@ -198,7 +198,7 @@ class ClippedPolicyGradient:
     # -- what to watch ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _metrics(self, frame: Frame, ratio: Tensor, clipped: Tensor) -> dict[str, Tensor]:
+    def _metrics(self, frame: LossColumns, ratio: Tensor, clipped: Tensor) -> dict[str, Tensor]:
         lc, lp, lg = frame.current, frame.previous, frame.sampler
         kind = self.config.reference_policy_kl_type
         mixture = torch.logaddexp(lp, lg) - torch.log(torch.tensor(2.0))
@@ -253,7 +253,7 @@ class ValueLoss:
         return loss, {"value_loss": loss.detach(), "value_clip_fraction": share}
 
 
-class Frame:
+class LossColumns:
     """The columns of one micro-batch beside its log-probabilities, and the reductions over them."""
 
     def __init__(self, logprobs: Tensor, batch: TokenBatch, denominator: float | None) -> None:

@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.policy.objectives.clipped import EPS, ClippedPolicyGradient, Frame
+from posttrain.policy.objectives.clipped import EPS, ClippedPolicyGradient, LossColumns
 from posttrain.types import TokenBatch
 
 
@@ -95,7 +95,7 @@ class Distillation(ClippedPolicyGradient):
         if self.against.over == "sampled":
             if (bound := self.config.kl_output_clamp_value) is not None:
                 compared = compared.clamp(-bound, bound)
-            frame = Frame(logprobs, batch.with_columns(advantages=compared), denominator)
+            frame = LossColumns(logprobs, batch.with_columns(advantages=compared), denominator)
             taught, _, of_teacher = self._policy_gradient(frame)
             metrics = metrics if self.reward_weight else {**metrics, **of_teacher}
         else:

@@ -54,8 +54,7 @@ class MixedPrecisionOptimizer:
         }
 
     def _make(self, name: str, kwargs: Mapping[str, object]) -> Optimizer:
-        made: Optimizer = resolve(name, "policy.optimizer.name")(self._parameter_groups(), **kwargs)
-        return made
+        return resolve(name, "policy.optimizer.name")(self._parameter_groups(), **kwargs)
 
     def _parameter_groups(self) -> list[nn.Parameter] | list[dict[str, list[nn.Parameter]]]:
         """Those of experts over ranks are on another mesh, and torch updates a group in operations over all of it."""

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from posttrain.errors import InputError
-from posttrain.models.attention_interface import AttendOptions, AttentionContext, Place
-from posttrain.policy.autograd import Context
+from posttrain.models.attention_interface import AttendOptions, AttentionContext, Place, RecurrenceInputs
 from posttrain.policy.packed import PackedRow, RowShare
+from posttrain.policy.parallel.tensor_group import exchange
 
 FIELD = "policy.dtensor_cfg.context_parallel_size"
 
@@ -67,37 +67,16 @@ class SharedAttention:
             )
         # [own tokens, heads, dim] -> [all tokens, own heads, dim], and back
         parts = (x.unflatten(1, (self.size, -1)).transpose(0, 1) for x in (query, key, value))
-        rows = [_exchange(part, self.group).flatten(0, 1)[: self.num_tokens] for part in parts]
+        rows = [exchange(part, self.group).flatten(0, 1)[: self.num_tokens] for part in parts]
         if "sinks" in options:  # of this rank's heads
             options["sinks"] = options["sinks"].unflatten(0, (self.size, -1))[dist.get_rank(self.group)]
         out = self.whole.attend(layer, *rows, **options)
         padding = out.new_zeros(len(query) * self.size - self.num_tokens, *out.shape[1:])
         all_tokens = torch.cat([out, padding]).unflatten(0, (self.size, -1))
-        return _exchange(all_tokens, self.group).transpose(0, 1).flatten(1, 2)
+        return exchange(all_tokens, self.group).transpose(0, 1).flatten(1, 2)
 
     def convolve(self, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         raise InputError(f"{FIELD} = {self.size}: layer {place[0]} is recurrent, and its sequences cannot be split")
 
-    def recur(
-        self, place: Place, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None,
-        *, unit: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def recur(self, place: Place, *inputs: *RecurrenceInputs, unit: bool = False) -> Tensor:
         raise AssertionError("a convolution comes before")
-
-
-def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Part i goes to rank i; what comes back at i is from rank i."""
-    return _Exchange.apply(parts, group)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, parts.contiguous(), group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchange(grads[0], ctx.group), None

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from posttrain.errors import InputError
-from posttrain.policy.autograd import Context
 from posttrain.policy.experts import SortedRows, expert_outputs, stacked_experts, weighted_sum
 from posttrain.policy.head import Head, without_adapter_wrapper
+from posttrain.policy.parallel.fsdp import any_rank, spread_parameter
+from posttrain.policy.parallel.tensor_group import exchange
 
 FIELD = "policy.dtensor_cfg.expert_parallel_size"
 
@@ -73,21 +74,12 @@ class ExpertGroup:
 
     def _share(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
         own = parameter.detach().chunk(self.size)[self.mesh.get_local_rank("ep")]
-        # With memory of its own: otherwise the whole tensor would stay in memory.
-        own = own.to(device, memory_format=torch.contiguous_format, copy=True)
         placements = [Shard(0) if axis == "ep" else Replicate() for axis in self.mesh.mesh_dim_names or ()]
-        shape, stride = parameter.shape, parameter.stride()
-        spread = DTensor.from_local(own, self.mesh, placements, run_check=False, shape=shape, stride=stride)
-        return nn.Parameter(spread, requires_grad=parameter.requires_grad)
+        return spread_parameter(own, parameter, self.mesh, placements, device)
 
     def _begin_pass(self, *_: object) -> None:
         if self._passes_differ:
-            self._any_pass(True)
-
-    def _any_pass(self, own: bool) -> bool:
-        votes = torch.tensor(float(own), device=self.mesh.device_type)
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
-        return bool(votes)
+            any_rank(True, self.group, self.mesh.device_type)
 
     @contextmanager
     def different_passes(self) -> Iterator[None]:
@@ -97,7 +89,7 @@ class ExpertGroup:
             yield
         finally:
             self._passes_differ = False
-            while self._any_pass(False):
+            while any_rank(False, self.group, self.mesh.device_type):
                 for layer in self.layers:
                     layer.serve()
 
@@ -129,14 +121,14 @@ class ExpertsOverRanks:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group.group)
         lengths = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-        rows = _Exchange.apply(rows, *lengths, self.group.group)
+        rows = exchange(rows, self.group.group, *lengths)
         by_rank = torch.arange(self._share, device=rows.device).repeat(size)
         here = SortedRows.of(by_rank.repeat_interleave(received.flatten(), output_size=len(rows)), self._share)
         # The loss is multiplied by the number of ranks that FSDP averages gradients over; it averages those of experts,
         # which are sums over the group already, over fewer.
         own = {"first_expert": self._first, "gradient_factor": 1 / size}
         outputs = expert_outputs(module, rows.index_select(0, here.order), here.num_rows, **own)
-        outputs = _Exchange.apply(here.back(outputs), *lengths[::-1], self.group.group)
+        outputs = exchange(here.back(outputs), self.group.group, *lengths[::-1])
         return weighted_sum(pairs.back(outputs), top_k_weights, hidden.dtype)
 
     def serve(self) -> None:
@@ -144,18 +136,3 @@ class ExpertsOverRanks:
         assert self._last is not None
         with torch.no_grad():
             self(*self._last)
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows that go to each rank, one after another; back come those from each rank."""
-
-    @staticmethod
-    def forward(ctx: Context, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.lengths, ctx.group = (received, sent), group
-        out = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Exchange.apply(grads[0], *ctx.lengths, ctx.group), None, None, None

@@ -13,13 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def any_rank(own: bool, group: dist.ProcessGroup, device: str = "cpu") -> bool:
+    """Whether it is so on any rank of the group. A collective."""
+    votes = torch.tensor(float(own), device=device)
+    dist.all_reduce(votes, dist.ReduceOp.MAX, group)
+    return bool(votes)
 
 
 def shard(
@@ -126,6 +133,15 @@ def is_first_copy(tensor: DTensor) -> bool:
 def first_row(tensor: Tensor) -> int:
     """Which row of the whole tensor this rank's part begins with."""
     return first_of_part(tensor)[0] if tensor.ndim else 0
+
+
+def spread_parameter(
+    part: Tensor, whole: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement], device: torch.device
+) -> nn.Parameter:
+    """Of this rank's part, which gets memory of its own: otherwise the whole tensor would stay in memory."""
+    own = part.to(device, memory_format=torch.contiguous_format, copy=True)
+    spread = DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return nn.Parameter(spread, requires_grad=whole.requires_grad)
 
 
 def as_shard(part: Tensor, whole: DTensor, shape: tuple[int, ...] | None = None) -> DTensor:

@@ -28,7 +28,7 @@ from posttrain.policy.autograd import Context
 from posttrain.policy.fused.trials import is_near
 from posttrain.policy.head import Head, project, without_adapter_wrapper
 from posttrain.policy.packed import PackedAttention, Segment
-from posttrain.policy.parallel.fsdp import local_part
+from posttrain.policy.parallel.fsdp import local_part, spread_parameter
 from posttrain.policy.parallel.tensor_group import TensorGroup, group_of, mark
 from posttrain.policy.runtime import evaluation_mode
 
@@ -199,12 +199,7 @@ def _part(parameter: nn.Parameter, placement: Placement, group: TensorGroup, dev
     part = parameter.detach()
     if isinstance(placement, Shard):
         part = part.chunk(group.size, dim=placement.dim)[group.rank]
-    # With memory of its own: otherwise the whole tensor would stay in memory.
-    part = part.to(device, memory_format=torch.contiguous_format, copy=True)
-    spread = DTensor.from_local(
-        part, group.mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    return nn.Parameter(spread, requires_grad=parameter.requires_grad)
+    return spread_parameter(part, parameter, group.mesh, [placement], device)
 
 
 def _show_locals(module: nn.Module, role: str, group: TensorGroup, *, splits_rows: bool) -> None:

@@ -130,8 +130,7 @@ def mark(module: nn.Module, group: TensorGroup) -> None:
 
 def group_of(module: nn.Module) -> TensorGroup | None:
     """The group that computes this output head or decoder layer; None: each rank has it whole."""
-    found: TensorGroup | None = getattr(module, _MARK, None)
-    return found
+    return getattr(module, _MARK, None)
 
 
 def local_parameter(module: nn.Module, summed_over: TensorGroup | None = None) -> Tensor:
@@ -194,3 +193,25 @@ class _Beside(torch.autograd.Function):
 def _tensor(value: object) -> Tensor:
     assert isinstance(value, Tensor)
     return value
+
+
+def exchange(
+    rows: Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
+) -> Tensor:
+    """Rows that go to each rank, one after another: so many, or equally many; back come those from each rank."""
+    return _tensor(_Exchange.apply(rows, group, sent, received))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context, rows: Tensor, group: dist.ProcessGroup, sent: list[int] | None, received: list[int] | None
+    ) -> Tensor:
+        ctx.back = group, received, sent
+        out = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return exchange(grads[0], *ctx.back), None, None, None

@@ -2,5 +2,3 @@
 
 from posttrain.reporting.doctor.doctor import Doctor
 from posttrain.reporting.doctor.findings import Finding, Severity, ShownAnswer, worst
-
-__all__ = ["Doctor", "Finding", "Severity", "ShownAnswer", "worst"]

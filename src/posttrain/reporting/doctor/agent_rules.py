@@ -70,6 +70,3 @@ def agents_die(run: RunHistory) -> Sighting | None:
     fixes = ("posttrain agents check runs one of them", "if they only need more time: env.NAME.timeout_s")
     severity: Severity = "error" if share > DEATHS_ERROR else "warning"
     return Sighting(severity, "train/unscored", failed[-1], text + "has the reasons", fixes, "unscored")
-
-
-AGENT_CHECKS = (tools_unused, tool_errors, episodes_cut, agents_die)

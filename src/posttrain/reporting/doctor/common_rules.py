@@ -100,6 +100,3 @@ def experts_unbalanced(run: RunHistory) -> Sighting | None:
         text = f"the entropy of the routers fell from {start:.3g} to {now:.3g}"
         return Sighting("warning", ROUTER_ENTROPY, now, text, (lower_lr(run),))
     return None
-
-
-COMMON_CHECKS = (not_finite, grad_spike, grad_dead, loss_diverges, overfit, experts_unbalanced)

@@ -10,22 +10,19 @@ import yaml
 
 from posttrain.config.runs import KINDS, PAIR_KINDS, SUPERVISED_KINDS
 from posttrain.files.json_files import JsonMapping
-from posttrain.reporting.doctor.agent_rules import AGENT_CHECKS
-from posttrain.reporting.doctor.common_rules import COMMON_CHECKS
+from posttrain.reporting.doctor import agent_rules, common_rules, policy_rules, preference_rules, sampling_rules
 from posttrain.reporting.doctor.findings import Finding, Shown, rank, worst_first
 from posttrain.reporting.doctor.history import RunHistory
-from posttrain.reporting.doctor.policy_rules import ABOUT_GROUPS, ABOUT_REWARDS, POLICY_CHECKS
-from posttrain.reporting.doctor.preference_rules import PREFERENCE_CHECKS
-from posttrain.reporting.doctor.rule import Check, Rule
-from posttrain.reporting.doctor.sampling_rules import SAMPLING_CHECKS
+from posttrain.reporting.doctor.policy_rules import ABOUT_GROUPS, ABOUT_REWARDS
+from posttrain.reporting.doctor.rule import Rule
 
-CHECKS: tuple[Check, ...] = (*POLICY_CHECKS, *SAMPLING_CHECKS, *AGENT_CHECKS, *PREFERENCE_CHECKS, *COMMON_CHECKS)
+_MODULES = (policy_rules, sampling_rules, agent_rules, preference_rules, common_rules)  # of the checks, by rule
 KINDS_OF = {"all": KINDS, "pairs": PAIR_KINDS, "supervised": SUPERVISED_KINDS, "grpo": ("grpo",), "dpo": ("dpo",)}
 
 
 def _rules() -> tuple[Rule, ...]:
     said = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text("utf-8"))
-    checks = {check.__name__.replace("_", "-"): check for check in CHECKS}
+    checks = {name.replace("_", "-"): value for module in _MODULES for name, value in vars(module).items()}
     return tuple(Rule(name, KINDS_OF[row.pop("kinds")], checks[name], **row) for name, row in said.items())
 
 

@@ -347,16 +347,3 @@ def unscored(run: RunHistory) -> Sighting | None:
 ABOUT_REWARDS = (no_signal, wrong_template, truncated, reward_flat, reward_collapse, reward_hacking)
 # With a critic, equal rewards of a group are a signal too, and advantages are those of single tokens.
 ABOUT_GROUPS = (no_signal, exploding_advantages)
-POLICY_CHECKS = (
-    kl_runaway,
-    entropy_collapse,
-    exploding_advantages,
-    no_signal,
-    wrong_template,
-    truncated,
-    length_explosion,
-    reward_flat,
-    reward_collapse,
-    reward_hacking,
-    unscored,
-)

@@ -93,6 +93,3 @@ def not_learning(run: RunHistory) -> Sighting | None:
     text = f"{percent(last)} of the pairs are ranked correctly in the last fifth of the run: no better than chance"
     fixes = (run.fix("policy.optimizer.kwargs.lr", "more"), "check that chosen and rejected are not swapped")
     return Sighting("warning", ACCURACY, last, text, fixes)
-
-
-PREFERENCE_CHECKS = (both_fall, too_easy, memorised, equal_pairs, worse_than_chance, not_learning)

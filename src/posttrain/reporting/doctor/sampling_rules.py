@@ -133,6 +133,3 @@ def generation_slowing(run: RunHistory) -> Sighting | None:
 def _pace(seconds: Sequence[float], tokens: Sequence[float]) -> float:
     pairs = [(s, t) for s, t in zip(seconds, tokens, strict=True) if t]
     return statistics.median(s / t for s, t in pairs) if pairs else 0.0
-
-
-SAMPLING_CHECKS = (sampler_mismatch, off_policy, clip_fraction, generation_slowing)

@@ -17,14 +17,7 @@ from posttrain.reporting.loggers.sink import RecordedRun, Sink
 from posttrain.reporting.run_files import read_info
 
 RECORD_ID = "record_id"  # in run.json: what trackers know a run by
-# The class in the module of each tracker's name.
-SINKS = {
-    "tensorboard": "TensorboardSink",
-    "wandb": "WandbSink",
-    "mlflow": "MlflowSink",
-    "trackio": "TrackioSink",
-    "swanlab": "SwanlabSink",
-}
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")  # each has a module, and in it a NameSink
 
 
 def recorded_run(folder: Path, settings: Mapping[str, object] | None = None) -> RecordedRun:
@@ -36,7 +29,7 @@ def recorded_run(folder: Path, settings: Mapping[str, object] | None = None) -> 
 
 def make_sink(tool: str, config: LoggerConfig) -> Sink:
     """TensorBoard has no section of settings."""
-    sink = getattr(import_module(f"posttrain.reporting.loggers.{tool}"), SINKS[tool])
+    sink = getattr(import_module(f"posttrain.reporting.loggers.{tool}"), f"{tool.capitalize()}Sink")
     made: Sink = sink(getattr(config, tool)) if tool != "tensorboard" else sink()
     return made
 
@@ -58,7 +51,7 @@ class Loggers:
         """A line for each tracker whose client is missing."""
         self._folder = run.folder
         missing = []
-        for tool in (tool for tool in SINKS if getattr(self._config, f"{tool}_enabled")):
+        for tool in (tool for tool in TRACKERS if getattr(self._config, f"{tool}_enabled")):
             if problem := missing_client(tool):
                 later = f"then `posttrain log sync {run.folder} --to {tool}` sends the steps"
                 missing.append(f"logger.{tool}_enabled: {problem}; {later}")

@@ -15,9 +15,10 @@ import datasets
 import pytest
 
 from posttrain.apps.api.inputs import Inputs, importable_name, pickled
-from posttrain.apps.api.settings import dataset_block, environment_block, has_conversations, loaded_config, overrides_of
+from posttrain.apps.api.settings import dataset_block, environment_block, loaded_config, overrides_of
 from posttrain.config import ConfigError, load_config
 from posttrain.config.changes import changes_since
+from posttrain.data.columns import has_conversations
 from posttrain.environments.python_function import load_function
 from posttrain.errors import InputError
 

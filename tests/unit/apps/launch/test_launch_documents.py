@@ -11,34 +11,31 @@ from posttrain.apps.launch.admin_objects import render_setup
 from posttrain.apps.launch.cost import PRICES
 from posttrain.apps.launch.instances import INSTANCES
 from posttrain.apps.launch.lint.check import RULES, check_manifests
-from posttrain.apps.launch.manifest_files import Manifest, read_text
+from posttrain.apps.launch.manifest_files import Manifest, read_manifests
 from posttrain.cli.main import main
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.config.loader import load_standalone
 
 ROOT = Path(__file__).parents[4]
-GUIDES = (ROOT / "docs" / "seeds" / "manifests.md").read_text(encoding="utf-8")
+SEEDS = ROOT / "docs" / "seeds"
 LAUNCH = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
-_ROW = re.compile(r"^\| `([\w-]+)` \| `([^`]+)` \|", re.MULTILINE)
+_ROW = re.compile(r"^\| `(printed-[\w.-]+)` \| `([\w-]+)` \| `([^`]+)` \|", re.MULTILINE)
 
 
 def test_printed_manifests_have_exactly_the_errors_that_are_listed() -> None:
-    blocks = re.findall(
-        r"```yaml as-printed\n(.*?)```\n\n\| rule \| path \| \|\n\|---\|---\|---\|\n(.*?)\n\n",
-        GUIDES + "\n\n",
-        re.DOTALL,
-    )
-    assert len(blocks) == GUIDES.count("```yaml as-printed") == 5
-    for text, table in blocks:
-        found = {(error.rule, error.path) for error in check_manifests(read_text(text, "guide")).errors}
-        assert found == set(_ROW.findall(table + "\n"))
+    printed = sorted((SEEDS / "manifests").glob("printed-*.yaml"))
+    assert len(printed) == 5
+    listed = set(_ROW.findall((SEEDS / "manifests.md").read_text(encoding="utf-8")))
+    found = {(path.name, e.rule, e.path) for path in printed for e in check_manifests(read_manifests([path])).errors}
+    assert {name for name, *_ in found} == {path.name for path in printed}
+    assert found == listed
 
 
 def test_corrected_manifests_have_no_errors() -> None:
-    blocks = re.findall(r"```yaml corrected\n(.*?)```", GUIDES, re.DOTALL)
-    assert len(blocks) == 3
-    for text in blocks:
-        assert check_manifests(read_text(text, "guide")).errors == []
+    corrected = sorted((SEEDS / "manifests").glob("corrected-*.yaml"))
+    assert len(corrected) == 3
+    for path in corrected:
+        assert check_manifests(read_manifests([path])).errors == []
 
 
 @pytest.mark.parametrize("name", ["eks", "gke"])

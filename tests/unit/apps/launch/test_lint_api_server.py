@@ -204,11 +204,71 @@ MUTANTS: list[tuple[str, str, Any, str, str]] = [
     ("Deployment", "spec.replicas", -1, "between 0 and", ""),
     ("StorageClass", "reclaimPolicy", "Keep", "must be one of Delete", ""),
     ("StorageClass", "volumeBindingMode", "Late", "must be one of Immediate", ""),
+    ("Job", ENV, {"name": "A", "valueFrom": {"fieldRef": {"apiVersion": "v2", "fieldPath": "metadata.name"}}},
+     "must be one of v1", f"{ENV}.valueFrom.fieldRef.apiVersion"),
+    ("Job", ENV, {"name": "A", "valueFrom": {"resourceFieldRef": {"resource": "limits.gpus"}}}, "no resource that",
+     f"{ENV}.valueFrom.resourceFieldRef.resource"),
+    ("Job", TOLERATION, {"key": "a b", "operator": "Exists"}, "not a valid key of a taint", f"{TOLERATION}.key"),
+    ("Job", f"{MOUNT}.mountPropagation", "Both", "must be one of None", ""),
+    ("Job", f"{BOX}.readinessProbe", {"httpGet": {"port": 80, "scheme": "http"}}, "must be one of HTTP",
+     f"{BOX}.readinessProbe.httpGet.scheme"),
+    ("Job", f"{BOX}.readinessProbe", {"tcpSocket": {"port": 0}}, "between 1 and 65535",
+     f"{BOX}.readinessProbe.tcpSocket.port"),
+    ("Job", f"{BOX}.securityContext.procMount", "unmasked", "must be one of Default", ""),
+    ("Job", f"{BOX}.ports", [{"containerPort": 80, "hostPort": 80}, {"containerPort": 80, "hostPort": 80}],
+     "two ports of the pod", f"{BOX}.ports[1].hostPort"),
+    ("Job", f"{POD}.containers", [{"name": name, "image": "b:1", "ports": [{"containerPort": 80, "hostPort": 80}]}
+     for name in ("a", "b")], "two ports of the pod", f"{POD}.containers[1].ports[0].hostPort"),
+    ("Job", f"{POD}.hostAliases", [{"ip": "10.0.0", "hostnames": ["a"]}], "no IP address", f"{POD}.hostAliases[0].ip"),
+    ("Job", f"{POD}.affinity.podAntiAffinity.{NEEDED}[0].labelSelector", {"matchExpressions": [{"key": "a",
+     "operator": "Exists", "values": ["b"]}]}, "Exists and DoesNotExist none",
+     f"{POD}.affinity.podAntiAffinity.{NEEDED}[0].labelSelector.matchExpressions[0].values"),
+    ("Job", f"{POD}.topologySpreadConstraints", [{"maxSkew": 1, "topologyKey": "z", "whenUnsatisfiable":
+     "DoNotSchedule"}] * 2, "stands twice", f"{POD}.topologySpreadConstraints[1].topologyKey"),
+    ("Job", f"{POD}.topologySpreadConstraints", [{"maxSkew": 1, "topologyKey": "z", "minDomains": 2,
+     "whenUnsatisfiable": "ScheduleAnyway"}], "needs whenUns", f"{POD}.topologySpreadConstraints[0].minDomains"),
+    ("Job", f"{POD}.schedulingGates", [{"name": "a.b/c"}] * 2, "stands twice", f"{POD}.schedulingGates[1].name"),
+    ("Job", f"{POD}.readinessGates", [{"conditionType": "a b"}], "name of a condition",
+     f"{POD}.readinessGates[0].conditionType"),
+    ("Job", f"{POD}.securityContext.sysctls", [{"name": "Net core", "value": "1"}], "name of a sysctl",
+     f"{POD}.securityContext.sysctls[0].name"),
+    ("Job", f"{POD}.users", "both", "shares no hostNetwork", f"{POD}.hostUsers"),
+    ("Service", "spec.ports", [{"port": 1, "name": "a"}, {"port": 1, "name": "b"}], "stands twice",
+     "spec.ports[1].port"),
+    ("Service", "spec.clusterIP", "none", "None or an IP address", ""),
+    ("Service", "spec.externalTrafficPolicy", "Local", "NodePort or LoadBalancer", ""),
+    ("PersistentVolume", "spec.hostPath", {"path": "/a"}, "one volume type", "spec"),
+    ("PersistentVolume", "spec.nfs", None, "one volume type", "spec"),
+    ("NetworkPolicy", "spec.ingress[0].ports", [{"port": 80, "endPort": 79}], "is not below",
+     "spec.ingress[0].ports[0].endPort"),
+    ("NetworkPolicy", "spec.ingress[0].ports", [{"port": "http", "endPort": 90}], "needs a number as port",
+     "spec.ingress[0].ports[0].endPort"),
+    ("NetworkPolicy", "spec.ingress[0].from", [{}], "must have ipBlock", "spec.ingress[0].from[0]"),
+    ("NetworkPolicy", "spec.ingress[0].from", [{"ipBlock": {"cidr": "10.0.0.0/16"}, "podSelector": {}}], "excludes pod",
+     "spec.ingress[0].from[0].ipBlock"),
+    ("NetworkPolicy", "spec.ingress[0].from", [{"ipBlock": {"cidr": "10.0.0.0/40"}}], "no network like",
+     "spec.ingress[0].from[0].ipBlock.cidr"),
+    ("NetworkPolicy", "spec.ingress[0].from", [{"ipBlock": {"cidr": "10.0.0.0"}}], "no network like",
+     "spec.ingress[0].from[0].ipBlock.cidr"),
+    ("NetworkPolicy", "spec.ingress[0].from", [{"ipBlock": {"cidr": "10.0.0.0/16", "except": ["10.1.0.0/24"]}}],
+     "smaller part", "spec.ingress[0].from[0].ipBlock.except[0]"),
+    ("Deployment", "spec.strategy", {"type": "Recreate", "rollingUpdate": {"maxSurge": 1}}, "with type Recreate",
+     "spec.strategy.rollingUpdate"),
+    ("Deployment", "spec.strategy", {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 0}}, "when maxSurge is 0",
+     "spec.strategy.rollingUpdate.maxUnavailable"),
+    ("CronJob", "spec.schedule", "every day", "five fields", ""),
+    ("CronJob", "spec.schedule", "TZ=UTC 0 0 * * *", "five fields", ""),
+    ("CronJob", "spec.concurrencyPolicy", "allow", "must be one of Allow", ""),
+    ("RoleBinding", "subjects[0].namespace", "", "for a ServiceAccount", ""),
+    ("PodDisruptionBudget", "spec.maxUnavailable", 1, "cannot be both set", "spec.minAvailable"),
+    ("PriorityClass", "value", 2_000_000_000, "between -2147483648 and 1000000000", ""),
+    ("PriorityClass", "metadata.name", "system-run", "those of Kubernetes", ""),
 ]  # fmt: skip
 
 PAIRS = {  # two changes at once
     "share": {"shareProcessNamespace": True, "hostPID": True},
     "hostport": {"hostNetwork": True},
+    "users": {"hostUsers": False, "hostNetwork": True},
 }
 
 
@@ -220,7 +280,24 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     template = {"metadata": {"labels": {"app": "a"}}, "spec": {"containers": [box]}}
     spec = {"selector": {"matchLabels": {"app": "a"}}, "template": template}
     server = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "a"}, "spec": spec}
-    return {body["kind"]: body for body in [*rendered, control_secret(make_request(folder, EKS)), server]}
+    rbac, account = "rbac.authorization.k8s.io", {"kind": "ServiceAccount", "name": "a", "namespace": "b"}
+    own = {"metadata": {"name": "a"}}
+    others = [
+        {"apiVersion": "v1", "kind": "PersistentVolume", **own, "spec": {"capacity": {"storage": "1Gi"},
+         "accessModes": ["ReadWriteMany"], "nfs": {"server": "a", "path": "/"}}},
+        {"apiVersion": "batch/v1", "kind": "CronJob", **own, "spec": {"schedule": "@daily",
+         "jobTemplate": {"spec": {"template": {"spec": {"restartPolicy": "Never", "containers": [box]}}}}}},
+        {"apiVersion": f"{rbac}/v1", "kind": "RoleBinding", **own, "subjects": [account],
+         "roleRef": {"apiGroup": rbac, "kind": "Role", "name": "a"}},
+        {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", **own, "spec": {"minAvailable": 1, "selector": {}}},
+        {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", **own, "value": 1_000_000_000},
+    ]  # fmt: skip
+    return {body["kind"]: body for body in [*rendered, control_secret(make_request(folder, EKS)), server, *others]}
+
+
+def test_what_the_mutants_are_made_of_passes(objects: dict[str, dict[str, Any]]) -> None:
+    errors = check_manifests([Manifest("sound.yaml", 1, body) for body in objects.values()]).errors
+    assert errors == [], "\n".join(map(str, errors))
 
 
 def put(body: dict[str, Any], path: str, value: Any) -> None:

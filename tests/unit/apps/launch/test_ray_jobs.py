@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from launch_profiles import EKS, write_profile
 
+from posttrain.apps.launch import ray_jobs
 from posttrain.apps.launch.ray_jobs import RayJobs
 from posttrain.cli.main import main
 
@@ -191,12 +192,23 @@ def test_a_submit_that_fails_leaves_no_job(
     answer: tuple[int, str],
     code: int,
     words: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(ray_jobs, "_AGENT_S", 0.0)
     ray.refused[place] = answer
     assert launch(profile, "--detach") == code
     assert words in capsys.readouterr().err
     assert ray.jobs == {}
+
+
+def test_a_submit_waits_for_the_agent_of_a_head_that_just_started(
+    ray: JobsApi, profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.refused["POST /api/jobs/"] = 500, "No available agent to submit job, please try again later."
+    monkeypatch.setattr(ray_jobs.time, "sleep", lambda _: ray.refused.clear())
+    assert launch(profile, "--detach") == 0
+    assert ray.requests.count("POST /api/jobs/") == 2
 
 
 def test_a_cluster_that_does_not_answer_is_69_with_the_way_to_it(

@@ -625,7 +625,8 @@ def test_rendered_files_pass_the_check_and_a_folder_is_not_filled_twice(
     ]
     command_of_the_secret = (out / "control-secret.txt").read_text()
     assert "| kubectl create secret generic grpo-x-control --namespace training" in command_of_the_secret
-    capsys.readouterr()
+    next_line = f"next: sh {out}/control-secret.txt && kubectl apply --filename {out}"
+    assert capsys.readouterr().err.splitlines()[-1] == next_line
     assert main(["launch", "check", str(out)]) == 0
     assert "3 objects: 0 errors" in capsys.readouterr().out
     assert main(command) == 64

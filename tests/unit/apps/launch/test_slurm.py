@@ -195,6 +195,10 @@ def test_a_job_of_the_same_name_is_refused_and_nothing_is_written(
         ({"secrets": {"HF_TOKEN": {"secret": "hf", "key": "token"}}}, "environment of the shell that submits it"),
         ({"scheduler": {"kind": "jobset"}}, "leave it out"),
         ({"slurm": {"partion": "a"}}, "did you mean"),
+        ({"slurm": {"time": "tomorrow"}}, 'minutes or a time such as "24:00:00"'),
+        ({"slurm": {"time": 86400}}, "slurm.time"),  # 24:00:00 without quotes
+        ({"slurm": {"sbatch_options": ["mem=0"]}}, "an option such as --mem=0"),
+        ({"slurm": {"sbatch_options": ["--signal=KILL@5"]}}, "set by the launcher"),
     ],
 )
 def test_what_cannot_be_submitted_is_said_in_one_line(

@@ -159,3 +159,10 @@ def test_the_images_of_a_request_are_limited_in_number_and_pixels(service: Any) 
     assert list(
         asyncio.run(read_images(parse_chat(json.dumps({"model": "m", "messages": large[:1] * 2}).encode())))
     ) == [0, 1]
+
+
+def test_the_scheme_of_an_image_may_have_any_case() -> None:
+    (part,) = image_parts((3, 2))
+    part["image_url"]["url"] = part["image_url"]["url"].replace("data:", "DATA:")
+    body = parse_chat(json.dumps({"model": "m", "messages": [{"role": "user", "content": [part]}]}).encode())
+    assert asyncio.run(read_images(body))[0][0].width == 3

@@ -69,10 +69,11 @@ def test_content_parts_and_developer_role_become_plain_messages() -> None:
     ]
 
 
-def test_answers_are_accepted_as_history() -> None:
+@pytest.mark.parametrize("thoughts", ["reasoning_content", "reasoning"])
+def test_answers_are_accepted_as_history(thoughts: str) -> None:
     """As OpenAI's client sends them back."""
     asked = {"role": "user", "content": "?"}
-    answer = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALLED], "reasoning_content": "Hm."}
+    answer = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALLED], thoughts: "Hm."}
     result = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "4"}]}
     found = parse_chat(json.dumps({**CHAT, "messages": [asked, answer, result]}).encode()).messages
     assert [message.plain() for message in found[1:]] == [

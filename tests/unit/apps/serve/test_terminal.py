@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from tiny_server import save_model
 
 from posttrain.apps.serve.terminal import DamagedModelError, TerminalChat, converse
@@ -68,6 +69,14 @@ def test_answers_equal_the_engine_over_several_turns(
         sampling = Sampling(12, end_of_turn_ids=conversation.chat.stop_token_ids)
         [[expected]] = engine.generate([Task(0, "t", "", tuple(ids))], 1, sampling, NoiseKey(seed, 0))
         assert conversation.messages[turn]["content"] == expected.text
+
+
+def test_an_image_that_the_model_cannot_see_fails_one_message(conversation: TerminalChat, tmp_path: Path) -> None:
+    Image.new("RGB", (2, 2)).save(tmp_path / "a.png")
+    written, messages = play(conversation, [f"/image {tmp_path / 'a.png'}", "what?", "hello"], all_answered=False)
+    assert "reads text only" in messages
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
+    assert written
 
 
 def test_commands(conversation: TerminalChat) -> None:

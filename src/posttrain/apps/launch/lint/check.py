@@ -9,24 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from posttrain.apps.launch.instances import EFA_RESOURCE, GPU_RESOURCE
 from posttrain.apps.launch.lint import core_schemas
 from posttrain.apps.launch.lint.cel_rules import check_rules, load_rules
 from posttrain.apps.launch.lint.custom_schemas import CustomSchemas
 from posttrain.apps.launch.lint.findings import Findings, LintFinding, ManifestPlace
-from posttrain.apps.launch.lint.reading import map_of
-from posttrain.apps.launch.lint.references import check_references
+from posttrain.apps.launch.lint.reading import Pods, get, map_of, pods_of
 from posttrain.apps.launch.manifest_files import Manifest, read_manifests, read_text
+from posttrain.apps.launch.quantities import quantity
 from posttrain.errors import InputError
 
 _HELM_TIMEOUT_S = 120
-_OWN = {
-    "object": "a document is an object with apiVersion, kind and metadata.name",
-    "schema": "fields are known to Kubernetes and have its types (package kubernetes-validate)",
-    "crd-schema": "fields are known to the custom resource (--crds)",
-    "crd-cel": "the CEL rules of the custom resource hold (--crds)",
-    "helm-lint": "`helm lint` finds no error in a chart",
-}
-RULES: dict[str, str] = {**_OWN, **load_rules()[0]}
+_OF_SCHEMAS = ("schema", "crd-schema", "crd-cel")
+RULES = load_rules()[0]
 
 
 @dataclass
@@ -78,7 +73,7 @@ def check_manifests(manifests: Sequence[Manifest], schemas: CustomSchemas | None
         else:
             unknown.add(f"{manifest.group} {manifest.kind}")
     report.findings += check_rules(sound)
-    report.findings += check_references(sound)
+    report.findings += _check_all(sound)
     report.findings = _without_repetition(report.findings)
     if schemas is not None:
         report.skipped += dict.fromkeys(schemas.skipped)
@@ -103,15 +98,50 @@ def _check_shape(manifest: Manifest) -> Findings:
         yield place.at("metadata", "name").error("object", None, "is required")
 
 
+def _check_all(manifests: Sequence[Manifest]) -> Findings:
+    """What no row states."""
+    seen: set[tuple[str, str, str, str]] = set()
+    for manifest in manifests:
+        key = (manifest.group, manifest.kind, manifest.namespace, manifest.name)
+        if manifest.name and key in seen:
+            yield ManifestPlace(manifest, "metadata.name").error("twice", manifest.name, "stands twice in the files")
+        seen.add(key)
+        for pods in pods_of(manifest):
+            yield from _check_machine(pods)
+
+
+def _check_machine(pods: Pods) -> Findings:
+    """What all containers ask for together fits the machine."""
+    machine = pods.instance
+    if machine is None:
+        return
+    available = {
+        GPU_RESOURCE: float(machine.gpus),
+        EFA_RESOURCE: float(machine.efa),
+        "cpu": machine.cpu,
+        "memory": machine.memory_mib * 1024.0**2,
+    }
+    for name, most in available.items():
+        total = 0.0
+        for place, container in pods.containers("containers"):
+            resources = map_of(container, "resources")
+            key = "requests" if name in map_of(resources, "requests") else "limits"
+            value = get(resources, key, name)
+            total += quantity(value) or 0.0
+            if total > most:
+                shown = f"{most / 1024**3:,.0f}Gi" if name == "memory" else f"{most:g}"
+                message = f"{machine.name} has {shown}: no machine fits"
+                yield place.at("resources", key, name).error(
+                    "device-count", value, message, "ask for less, or another machine"
+                )
+                break
+
+
 def _without_repetition(findings: Sequence[LintFinding]) -> list[LintFinding]:
     """Where a schema and a semantic rule report the same place, the semantic rule stays: its message is more
     precise."""
-    semantic = {(f.file, f.title, f.path) for f in findings if f.rule not in _OWN and f.level == "error"}
-    kept = [
-        f
-        for f in findings
-        if f.rule not in ("schema", "crd-schema", "crd-cel") or (f.file, f.title, f.path) not in semantic
-    ]
+    semantic = {(f.file, f.title, f.path) for f in findings if f.rule not in _OF_SCHEMAS and f.level == "error"}
+    kept = [f for f in findings if f.rule not in _OF_SCHEMAS or (f.file, f.title, f.path) not in semantic]
     return list(dict.fromkeys(kept))
 
 

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from posttrain.apps.launch.lint.cel_rules import found
 from posttrain.apps.launch.lint.core_schemas import findings_of
 from posttrain.apps.launch.lint.findings import Findings, ManifestPlace
 from posttrain.apps.launch.manifest_files import Manifest, read_manifests
@@ -84,7 +85,7 @@ class CustomSchemas:
         """Evaluated with the string functions that Kubernetes adds."""
         import cel
 
-        functions = {"find": _find, "split": lambda text, separator: text.split(separator)}
+        functions = {"find": found, "split": lambda text, separator: text.split(separator)}
         try:
             return bool(cel.evaluate(rule, cel.Context(variables={"self": value}, functions=functions)))
         except Exception as error:  # a function or a field that this implementation does not support
@@ -145,8 +146,3 @@ def _rules(
     elif isinstance(value, list) and isinstance(items := schema.get("items"), dict):
         for index, item in enumerate(value):
             yield from _rules(items, item, place.at(index))
-
-
-def _find(text: str, pattern: str) -> str:
-    match = re.search(pattern, text)
-    return match[0] if match else ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from posttrain.apps.launch.instances import INSTANCES, Instance
+from posttrain.apps.launch.instances import GPU_RESOURCE, INSTANCES, Instance
 from posttrain.apps.launch.lint.findings import ManifestPlace
 from posttrain.apps.launch.manifest_files import Manifest
 from posttrain.apps.launch.quantities import quantity
@@ -227,3 +227,7 @@ def pods_of(manifest: Manifest) -> list[Pods]:
         Pods(place, template if isinstance(template, dict) else {}, count, size, by_job)
         for place, template, count, by_job in found
     ]
+
+
+def gpus_of(manifest: Manifest) -> float:
+    return sum((pods.count * pods.limit(GPU_RESOURCE) for pods in pods_of(manifest)), 0.0)

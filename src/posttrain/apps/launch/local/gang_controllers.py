@@ -166,24 +166,12 @@ class RayJobController(Controller):
         has_token = cluster.get("authOptions", {}).get("mode") == "token"
         self._token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} if has_token else {}
         self.cluster_name = f"{self.name}-{self.num_failures + 1:05d}"
-        head = cluster["headGroupSpec"]
         service = f"{self.cluster_name}-head-svc"
         self._address = f"{service}.{self.namespace}.svc.cluster.local"
-        self.head = Pod(
-            name=f"{self.cluster_name}-head",
-            template=head["template"],
-            hostname=f"{self.cluster_name}-head",
-            aliases=(service, f"{service}.{self.namespace}", self._address),
-            labels={"ray.io/cluster": self.cluster_name, "ray.io/node-type": "head", "ray.io/group": "headgroup"},
-            env={
-                **self._token,
-                "RAY_CLUSTER_NAME": self.cluster_name,
-                "RAY_PORT": str(RAY_PORT),
-                "RAY_ADDRESS": f"127.0.0.1:{RAY_PORT}",
-                "FQ_RAY_IP": self._address,
-                "KUBERAY_GEN_RAY_START_CMD": f"ray start --head {_options(head)} --port={RAY_PORT} --block",
-            },
-        )
+        head = cluster["headGroupSpec"]
+        start = f"--head {_options(head)} --port={RAY_PORT}"
+        self.head = self._pod("head", "head", "headgroup", head["template"], "127.0.0.1", start)
+        self.head.aliases = (service, f"{service}.{self.namespace}", self._address)
         self.machine.start(self.head)
         groups = cluster.get("workerGroupSpecs", [])
         self._groups = [group for group in groups for _ in range(group["replicas"])]
@@ -193,25 +181,24 @@ class RayJobController(Controller):
 
     def _worker(self, place: int) -> Pod:
         group = self._groups[place]
-        name = f"{self.cluster_name}-{group['groupName']}-{place}"
+        name, start = group["groupName"], f"{_options(group)} --address={self._address}:{RAY_PORT}"
+        pod = self._pod(f"{name}-{place}", "worker", name, group["template"], self._address, start)
+        pod.env["RAY_IP"] = self._address.partition(".")[0]
+        return pod
+
+    def _pod(self, name: str, kind: str, group: str, template: Object, ray_host: str, start: str) -> Pod:
         return Pod(
-            name=name,
-            template=group["template"],
-            hostname=name,
-            labels={
-                "ray.io/cluster": self.cluster_name,
-                "ray.io/node-type": "worker",
-                "ray.io/group": group["groupName"],
-            },
+            name=f"{self.cluster_name}-{name}",
+            template=template,
+            hostname=f"{self.cluster_name}-{name}",
+            labels={"ray.io/cluster": self.cluster_name, "ray.io/node-type": kind, "ray.io/group": group},
             env={
                 **self._token,
                 "RAY_CLUSTER_NAME": self.cluster_name,
                 "RAY_PORT": str(RAY_PORT),
-                "RAY_ADDRESS": f"{self._address}:{RAY_PORT}",
+                "RAY_ADDRESS": f"{ray_host}:{RAY_PORT}",
                 "FQ_RAY_IP": self._address,
-                "RAY_IP": self._address.partition(".")[0],
-                "KUBERAY_GEN_RAY_START_CMD": f"ray start {_options(group)} --address={self._address}:{RAY_PORT} "
-                "--block",
+                "KUBERAY_GEN_RAY_START_CMD": f"ray start {start} --block",
             },
         )
 

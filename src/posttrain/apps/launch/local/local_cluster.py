@@ -102,7 +102,10 @@ class LocalCluster:
         try:
             (folder / REQUESTS).mkdir()
             (folder / MANIFESTS).write_text(to_yaml(objects), encoding="utf-8")
-            _write_shim(folder / "bin")
+            shim = folder / "bin" / "posttrain"  # pods use that of this Python, even if it is not installed
+            shim.parent.mkdir()
+            shim.write_text(_SHIM.format(python=sys.executable))
+            shim.chmod(shim.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
             values = {name: os.environ[name] for name in _secret_names(objects)}
             # Keys of the Secrets that pods mount, each with the name of its Secret. Launch makes their values.
             mounted = [one["secret"] for one in _maps_in(list(objects)) if isinstance(one.get("secret"), dict)]
@@ -224,14 +227,6 @@ class LocalCluster:
         mount, claim = shared_mount(workload)
         folders = run_folders(objects[0]["data"]["config.yaml"])
         return checkpoint_rows(*(claim_folder(claim) / folder.relative_to(mount) for folder in folders))
-
-
-def _write_shim(folder: Path) -> None:
-    """Pods use the `posttrain` of this Python, even if it is not installed."""
-    folder.mkdir()
-    path = folder / "posttrain"
-    path.write_text(_SHIM.format(python=sys.executable))
-    path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
 
 
 def _secret_names(objects: Sequence[Object]) -> list[str]:

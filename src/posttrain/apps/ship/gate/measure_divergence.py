@@ -110,7 +110,8 @@ def _divergence_of_problem(
     prompt = chat.render(messages)
     ends = {"stop": chat.end_of_turn, "length": ""}
     texts = [s.text + ends[s.finish_reason] for s in problem.samples if s.finish_reason is not None]
-    turns = [turn for turn in chat.encode_turns([(prompt, text) for text in texts if text]) if turn[1]]
+    encoded = chat.split_turns([(prompt, text) for text in texts if text])
+    turns = [turn[:2] for turn in encoded if turn.response]
     total, count = 0.0, 0
     for batch in _batches(turns):
         divergences = token_divergences(batch, ours, theirs, device)

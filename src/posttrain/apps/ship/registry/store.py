@@ -159,8 +159,11 @@ class MlflowStore:
 
     def add_version(self, name: str, source: str, record: JsonMapping, run_id: str | None = None) -> int:
         self._ensure_model(name, "model", "")
-        tags = {**_to_tags(record), **_readable(record)}
-        return self._append(name, source, tags, run_id)
+        lineage = record["lineage"]
+        shown = {key: lineage.get(key) for key in ("base_model", "code_version")}  # in MLflow's own pages
+        shown["gate"] = (lineage.get("gate") or {}).get("verdict")
+        readable = {f"posttrain.{key}": str(value) for key, value in shown.items() if value}
+        return self._append(name, source, {**_to_tags(record), **readable}, run_id)
 
     def add_change(self, name: str, change: JsonMapping) -> int:
         """The position of the change in the log."""
@@ -351,11 +354,3 @@ def _from_tags(tags: Mapping[str, str], what: str) -> JsonObject:
             f"{what}: its record in the registry was changed and is no longer JSON ({error})"
         ) from error
     return record
-
-
-def _readable(record: JsonMapping) -> dict[str, str]:
-    """What is shown in MLflow's own pages."""
-    lineage = record["lineage"]
-    shown = {"base_model": lineage.get("base_model"), "code_version": lineage.get("code_version")}
-    shown["gate"] = (lineage.get("gate") or {}).get("verdict")
-    return {f"posttrain.{key}": str(value) for key, value in shown.items() if value}

@@ -123,13 +123,16 @@ def test_bad_input_exits_with_64_and_names_the_problem(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("checks: {}", "`checks` = {}: is empty|`checks`: is empty"),
+        ("checks: {}", "`checks` = a map with nothing in it: Dictionary should have at least 1 item"),
         ("gate: {confidence: 0.9}", "gate.yaml: `checks` is missing"),
         ("checks: {a: {at_least: 1}}", "`checks.a.metric` is missing"),
         ("checks: {a: {metric: pass@1}}", "sets no bound: set at_least"),
         ("checks: {a: {metric: pass@1, at_least: 2, at_most: 1}}", "at_least 2 is above at_most 1"),
         ("checks: {a: {metric: pass@1, at_least: 0.1, relative: true}}", "relative is for better_by"),
-        ("checks: {a: {metric: format_rate, at_least: 0.1, patterns: ['(']}}", "is not a regular expression"),
+        (
+            "checks: {a: {metric: format_rate, at_least: 0.1, patterns: ['(']}}",
+            "`checks.a.patterns.0` = '(': not a regular expression",
+        ),
         ("checks: {a: {metric: pass@1, atleast: 0.1}}", "did you mean `checks.a.at_least`"),
         (
             "checks: {a: {metric: cost_per_answer, worse_by_at_most: 0.1, relative: true}}",

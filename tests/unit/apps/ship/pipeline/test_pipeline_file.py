@@ -38,7 +38,7 @@ def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("traces", 3, "`traces` = 3: must be a map of settings"),
         ("traces", {}, "`traces.path` is missing"),
         ("schedule", "soon", "`schedule` = 'soon': five fields as in cron"),
-        ("evaluate", {}, "`evaluate`: is empty"),
+        ("evaluate", {}, "`evaluate` = a map with nothing in it: Dictionary should have at least 1 item"),
         ("canary", {"share": 1.5}, "`canary.share` = 1.5: must be less than or equal to 1"),
         ("train.overrides", ["dpo.max_num_stepz=3"], "train.overrides: unknown key `dpo.max_num_stepz`"),
         ("train.overrides", ["policy.model_name=x"], "the pipeline sets policy.model_name itself; see base_model"),

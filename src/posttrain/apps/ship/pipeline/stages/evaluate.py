@@ -92,6 +92,9 @@ class Evaluate(Stage):
         return None
 
     def work(self, context: StageContext, folder: Path) -> StageOutcome:
+        from posttrain.apps.evaluate.comparison import compare, comparison_page
+        from posttrain.apps.evaluate.results import read_evaluation
+
         incumbent = context.iteration.incumbent
         candidate = _measure(context, "the candidate", str(context.before["convert"].path("model")))
         others = None
@@ -101,7 +104,8 @@ class Evaluate(Stage):
         if others is not None:
             for name in candidate:
                 report = report or f"compare-{name}.html"
-                _write_comparison(others[name], candidate[name], folder / f"compare-{name}.html")
+                compared = compare(read_evaluation(others[name]), read_evaluation(candidate[name]), None)
+                durable.write_text(folder / f"compare-{name}.html", comparison_page(compared))
         return _outcome(context, folder, candidate, others, report)
 
 
@@ -197,13 +201,6 @@ def _beating(context: StageContext) -> Callable[[str, int], Any]:
             yield advance_and_beat
 
     return show
-
-
-def _write_comparison(first: Path, second: Path, file: Path) -> None:
-    from posttrain.apps.evaluate.comparison import compare, comparison_page
-    from posttrain.apps.evaluate.results import read_evaluation
-
-    durable.write_text(file, comparison_page(compare(read_evaluation(first), read_evaluation(second), None)))
 
 
 def _outcome(

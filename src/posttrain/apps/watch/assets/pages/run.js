@@ -67,7 +67,7 @@ export const open = async ([id], query) => {
         run.max_steps ? h("span", { class: "progress" }, h("i", { style: { width: `${100 * share}%` } })) : ""),
       timeTile(run),
       sampled ? tile("Answers", count(run.num_answers), link(`#/run/${id}/rollouts`, `read those of ${count(sampled)} step${sampled === 1 ? "" : "s"}`))
-        : run.kind === "grpo" ? tile("Answers", "none yet") : tile("Answers", "–", "this kind of run samples none"));
+        : ["grpo", "ppo", "distill"].includes(run.kind) ? tile("Answers", "none yet") : tile("Answers", "–", "this kind of run samples none"));
     const worst = run.all_findings.slice(0, SHOWN_FINDINGS);
     found.replaceChildren(...worst.map((one) => findingCard(one, id)),
       run.all_findings.length > SHOWN_FINDINGS ? h("p", null, link(`#/run/${id}/doctor`, `all ${run.all_findings.length} findings`)) : "");
