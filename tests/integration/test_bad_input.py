@@ -210,7 +210,7 @@ def test_nothing_is_short_enough(kind: str, inputs: Inputs, assert_refused: Call
         ("def f(prompt, response, reference) return 1.0", "SyntaxError"),
         ("def other(prompt, response, reference): return 1.0", "the functions it has: other"),
         ("def f(left, right): return 1.0", "prompt, response, reference"),
-        ("import os\nos._exit(3)", "exited with code 3"),
+        ("import os\nos._exit(3)\ndef f(prompt, response, reference): return 1.0", "exited with code 3"),
         (None, "there is no file"),
     ],
 )

@@ -1,7 +1,7 @@
 """Every field of the schema is read by the source outside `config/`, or is named here with what the config layer does.
 
-A read is an attribute access, or a string constant (for `getattr`), with the field's name. The keys of other systems
-that nothing reads belong into `config/foreign/nemo_rl.yaml`.
+A read is an attribute access, or a string constant (for `getattr`), with the field's name, or one in a template. The
+keys of other systems that nothing reads belong into `config/foreign/nemo_rl.yaml`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +27,7 @@ RESOLVED_BY_CONFIG = {
     "LossFnConfig.force_on_policy_ratio": "refused with several updates per step; with one it holds",
     "EnvironmentConfig.reward_functions": "read through reward_configs",
     "EvalConfig.k_value": "read through metric_name",
+    "TolerationSection.effect": "a toleration is written into the pod as it is",
     **{
         f"LoggerConfig.{tool}_enabled": "read by the name of the logger"
         for tool in ("mlflow", "swanlab", "tensorboard", "trackio", "wandb")
@@ -44,6 +46,9 @@ def names_read() -> set[str]:
                 names.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 names.add(node.value)
+    for file in (SOURCE / "apps/launch/manifests").iterdir():
+        for inside in re.findall(r"\{[{%](.*?)[}%]\}", file.read_text(encoding="utf-8")):
+            names |= set(re.findall(r"(?<=[.\"])\w+", inside))
     return names
 
 
