@@ -1,7 +1,7 @@
 """Every field of the schema is read by the source outside `config/`, or is named here with what the config layer does.
 
-A read is an attribute access, or a string constant (for `getattr`), with the field's name, or one inside `{{ }}` or `{% %}`
-of a template. The keys of other systems that nothing reads belong into `config/foreign/nemo_rl.yaml`.
+A read is an attribute access, or a string constant (for `getattr`), with the field's name, or one in a template. The
+keys of other systems that nothing reads belong into `config/foreign/nemo_rl.yaml`.
 """
 
 from __future__ import annotations
