@@ -82,6 +82,7 @@ def fitted(load: Load) -> Load:
     def loaded(extra: Sequence[str]) -> LoadedConfig[RunConfig]:
         from posttrain.config.tree import DEFAULT
         from posttrain.data.columns import asks_in_messages, guessed_columns, named_columns
+        from posttrain.data.readers import DEFAULT_ENVIRONMENT
         from posttrain.environments.python_function import is_written_for_batches
 
         found = load(extra)
@@ -99,7 +100,8 @@ def fitted(load: Load) -> Load:
             function, extras = environment.function, environment.model_extra or {}
             if function is None or "as_messages" in extras or not is_written_for_batches(function, Path.cwd()):
                 continue
-            if any(asks_in_messages(entry.filled_from(config.data.default)) for entry in config.data.train_sets()):
+            rows = [entry.filled_from(config.data.default) for entry in config.data.train_sets()]
+            if any(asks_in_messages(entry) for entry in rows if (entry.env_name or DEFAULT_ENVIRONMENT) == name):
                 notes.append(f"env.{name}: prompts are messages, so {function} gets messages (env.{name}.as_messages)")
                 words.append(f"env.{name}.as_messages=true")
         again = load([*extra, *words]) if words else found

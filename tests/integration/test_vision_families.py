@@ -119,17 +119,28 @@ class Again(ToolEnvironment):
 """
 
 
+def in_turns(model: Path, data: Path, folder: Path, environment: str) -> list[str]:
+    folder.mkdir()
+    (folder / "again.py").write_text(environment)
+    words = [word for word in grpo_command(model, data, folder / "run") if not word.startswith("env.mine")]
+    turns = [f"env.mine={{turns: {folder / 'again.py:Again'}}}", "grpo.max_rollout_turns=3"]
+    # A turn that is cut off is the last one: most of these end at a letter.
+    lengths = ["policy.max_total_sequence_length=480", "policy.generation.max_new_tokens=24"]
+    return [*words, *turns, *lengths, f"policy.generation.stop_strings={[*ascii_letters]}"]
+
+
+def test_an_observation_with_the_token_of_an_image_leaves_its_answer_unscored(data: Path, tmp_path: Path) -> None:
+    odd = AGAIN.replace('f"again {state}"', "f'again {\"<image>\" * (len(response) % 2)}'")
+    model = save_vision_model(tmp_path / "model", "smolvlm")
+    assert run(in_turns(model, data, tmp_path / "odd", odd)) == 0
+    assert any(0 < row["train/unscored"] < 16 for row in rows_of(tmp_path / "odd" / "run"))
+
+
 @pytest.mark.full
 def test_conversations_about_images(model: Path, data: Path, tmp_path: Path) -> None:
     """Several turns after a prompt with images: each token is computed once, and is the trainer's."""
-    (tmp_path / "again.py").write_text(AGAIN)
-    folder = tmp_path / "run"
-    words = [word for word in grpo_command(model, data, folder) if not word.startswith("env.mine")]
-    turns = [f"env.mine={{turns: {tmp_path / 'again.py:Again'}}}", "grpo.max_rollout_turns=3"]
-    # A turn that is cut off is the last one: most of these end at a letter.
-    lengths = ["policy.max_total_sequence_length=480", "policy.generation.max_new_tokens=24"]
-    assert run([*words, *turns, *lengths, f"policy.generation.stop_strings={[*ascii_letters]}"]) == 0
-    for row in rows_of(folder):
+    assert run(in_turns(model, data, tmp_path / "turns", AGAIN)) == 0
+    for row in rows_of(tmp_path / "turns" / "run"):
         assert row["train/turns"] > 1.5
         assert row["train/unscored"] == 0
         assert row["train/token_mult_prob_error"] <= 1.000001

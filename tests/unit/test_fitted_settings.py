@@ -99,6 +99,22 @@ def test_a_reward_for_trl_gets_messages_where_prompts_are_messages(
     assert any("gets messages" in line for line in found.warnings) == (expected is True)
 
 
+def test_messages_of_one_environment_are_not_those_of_another(
+    tmp_path: Path, gpus: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}) + "\n")
+    Path("text.jsonl").write_text(json.dumps({"prompt": "1+1?", "answer": "2"}) + "\n")
+    Path("r.py").write_text("def r(completions, answer, **kwargs): ...\n")
+    rows = ", ".join(
+        f"{{dataset_name: ResponseDataset, data_path: {kind}.jsonl, env_name: {kind}, input_key: prompt}}"
+        for kind in ("chat", "text")
+    )
+    found = loaded(f"data.train=[{rows}]", "env={chat: {function: 'r.py:r'}, text: {function: 'r.py:r'}}")
+    messages = {name: (env.model_extra or {}).get("as_messages") for name, env in found.config.environments.items()}
+    assert (messages["chat"], messages["text"]) == (True, None)
+
+
 @pytest.mark.parametrize(
     ("text", "spec", "reason"),
     [

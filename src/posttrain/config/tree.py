@@ -5,6 +5,7 @@ A tree is independent of the schema: `keeps_null` is true for the sections in wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ DEFAULT = "default"
 COMMAND_LINE = "command line"
 OVERRIDE_MARK = "_override_"
 MISSING = "???"  # a value that must be given
+_REFERENCE = re.compile(r"\$\{([\w.\[\]-]+)\}")
+_MAX_RESOLVED_LENGTH = 2**22
 
 # A dataset is one choice: the keys of the built-in one make no sense beside the keys of yours.
 REPLACES_BUILT_IN: frozenset[Path] = frozenset({("data", "train"), ("data", "validation")})
@@ -155,6 +158,7 @@ def resolve(tree: Tree) -> Values:
     if missing := [path for path, value in leaves(tree.values) if value == MISSING]:
         lines = [f"{tree.origin(path)}: `{dotted(path)}` is `???`: a value must be given" for path in missing]
         raise ConfigError("\n".join(lines) + f", e.g. {dotted(missing[0])}=… on the command line")
+    _check_lengths(tree)
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(tree.values), resolve=True)
     except OmegaConfBaseException as error:
@@ -167,6 +171,33 @@ def resolve(tree: Tree) -> Values:
         raise ConfigError("references (`${…}`) are nested too deep") from error
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
+
+
+def _check_lengths(tree: Tree) -> None:
+    """Refuses texts that become huge: forty references, each twice the one before, would take all memory."""
+    lengths: dict[Path, int] = {}
+
+    def length(path: Path, value: object) -> int:
+        if path in lengths:
+            return lengths[path]
+        lengths[path] = 0  # a circle, which OmegaConf refuses
+        if isinstance(value, dict | list):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            total = sum(length((*path, str(key)), inner) for key, inner in items)
+        else:
+            total = len(value) if isinstance(value, str) else 1
+            for reference in _REFERENCE.findall(value) if isinstance(value, str) else ():
+                name = reference.lstrip(".")
+                base = path[: -(len(reference) - len(name))] if name != reference else ()
+                target = (*base, *name.replace("[", ".").replace("]", "").split("."))
+                total += length(target, tree.get(target))
+        if total > _MAX_RESOLVED_LENGTH:
+            known = f"{tree.origin(path)}: `{dotted(path)}` " if path else ""
+            raise ConfigError(f"{known}would be longer than {_MAX_RESOLVED_LENGTH:,} characters with its references")
+        lengths[path] = total
+        return total
+
+    length((), tree.values)
 
 
 @cache

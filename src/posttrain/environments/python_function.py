@@ -234,7 +234,10 @@ def why_absent(spec: str, base_folder: Path) -> str | None:
     path = base_folder / Path(file).expanduser()
     if not path.is_file():
         return f"there is no file {path}{near_path(path)}"
-    text = path.read_text("utf-8", "replace")
+    try:
+        text = path.read_text("utf-8", "replace")
+    except OSError:  # loading it says why
+        return None
     if re.search(rf"\b{re.escape(name.split('.')[0])}\b|import \*|globals|vars\(|exec\(|[gs]etattr|__dict__", text):
         return None
     names = re.findall(r"^(?:async )?def ([^\W_]\w*)", text, re.MULTILINE)

@@ -176,11 +176,10 @@ def _attend(
         how["sinks"] = s_aux
     up = getattr(module, "kv_b_proj", None)
     noted = getattr(getattr(up, "base_layer", up), "forward", None)
-    if isinstance(noted, _UpProjection) and (keeping := _keeps_latent(layer)) is not None:
-        assert up is not None
-        assert noted.vector is not None
-        out = keeping.attend_latent(layer, q, k, v, Latent(noted.vector, up), **how)
-        noted.vector = None  # it may have been called again
+    vector = noted.vector if isinstance(noted, _UpProjection) else None
+    if up is not None and vector is not None and (keeping := _keeps_latent(layer)) is not None:
+        noted.vector = None  # it may be called again
+        out = keeping.attend_latent(layer, q, k, v, Latent(vector, up), **how)
     else:
         out = context.attend(layer, q, k, v, **how)
     # Contiguous: some families take a view of it.

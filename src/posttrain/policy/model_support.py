@@ -271,7 +271,9 @@ class LayerObserver:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, latent: Latent, **options: Unpack[AttendOptions]
     ) -> Tensor:
         out = self.attend(layer, query, key, value, **options)
-        if not (is_plain(latent.up) and 0 < plain_width(latent.up, key, value) < key.shape[2]):
+        is_usual = query.shape[1] == key.shape[1] and not options.keys() - {"scale", "window", "softcap"}
+        is_usual = is_usual and options["window"] is options["softcap"] is None
+        if not (is_usual and is_plain(latent.up) and 0 < plain_width(latent.up, key, value) < key.shape[2]):
             return out
         heads, rows = self.layers[layer], stored(latent, key, value)
         made = expanded(latent.up, rows, heads.num_heads, heads.value_dim)

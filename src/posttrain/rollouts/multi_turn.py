@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from posttrain.data.chat import attached
+from posttrain.data.errors import DataError
 from posttrain.data.reward_values import NEEDED, is_reward, total
 from posttrain.data.tool_calls import AnyCall, parse_tool_calls
 from posttrain.environments.turns.interface import EndReason, Request, TurnItem, TurnTask
@@ -253,7 +254,7 @@ class MultiTurnRollouts(FreshRollouts):
         """Step the environments and finish the conversations that end."""
         limits = [(dialogue, self._continue(dialogue, exchange)) for dialogue, exchange in self._step(active)]
         self._end([(dialogue, reason) for dialogue, reason in limits if reason is not None])
-        going_on = {id(dialogue) for dialogue, reason in limits if reason is None}
+        going_on = {id(dialogue) for dialogue, reason in limits if reason is None and dialogue.failure is None}
         for dialogue in active:
             dialogue.is_finished = id(dialogue) not in going_on
 
@@ -292,7 +293,11 @@ class MultiTurnRollouts(FreshRollouts):
             return "turns"
         sampled = dialogue.token_ids[len(dialogue.token_ids) - dialogue.utterances[-1].num_tokens :]
         prompt = attached(dialogue.task.messages, dialogue.task.images)
-        ids = self.renderer.ids(prompt, [*dialogue.exchanges, exchange], sampled)
+        try:
+            ids = self.renderer.ids(prompt, [*dialogue.exchanges, exchange], sampled)
+        except DataError as error:  # the observation contains the token that stands for an image
+            dialogue.failure = Score(None, error=f"the observation cannot be a turn: {error}")
+            return None
         if len(dialogue.task.prompt_ids) + len(dialogue.token_ids) + len(ids) >= self.max_total_tokens:
             dialogue.finish_reason = "length"
             return "tokens"

@@ -58,6 +58,16 @@ def test_a_file_that_many_files_inherit_from_is_read_once(tmp_path: Path) -> Non
     assert load_config("grpo", tmp_path / "0.yaml").config.grpo.seed == 7
 
 
+@pytest.mark.parametrize("pair", ["'${{{0}}}${{{0}}}'", "{{l: '${{{0}}}', r: '${{{0}}}'}}", "['${{{0}}}', '${{{0}}}']"])
+@pytest.mark.parametrize("place", [".", "logger.wandb."])
+def test_references_that_double_are_refused_before_they_fill_the_memory(tmp_path: Path, pair: str, place: str) -> None:
+    up = ".." if place == "." and pair.startswith(("{", "[")) else place
+    lines = [f"    a{i}: {pair.format(f'{up}a{i - 1}')}\n" for i in range(1, 40)]
+    (tmp_path / "x.yaml").write_text("logger:\n  wandb:\n    a0: xxxxxxxx\n" + "".join(lines))
+    with pytest.raises(ConfigError, match=r"x\.yaml:\d+: `logger\.wandb\.a\d+.*longer than"):
+        load_config("grpo", tmp_path / "x.yaml")
+
+
 def test_references_in_a_circle_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"logger\.wandb\.name.*Recursive interpolation"):
         load_config("grpo", None, ["logger.wandb.name='${logger.wandb.entity}'", "logger.wandb.entity='${.name}'"])
