@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -169,11 +170,10 @@ def _render(args: argparse.Namespace) -> int:
             print(path)
         print(f"copy the folder to {job_folder(request)}, then: sbatch {job_folder(request)}/{SCRIPT}", file=sys.stderr)
         return 0
-    texts = {"control-secret.txt": control_secret_command(request)}
-    _write(args, render_run(request), f"run {request.name}", texts)
-    if args.to is not None:
-        secret = f"sh {args.to / 'control-secret.txt'} && " if texts["control-secret.txt"] is not None else ""
-        print(f"next: {secret}kubectl apply --filename {args.to}", file=sys.stderr)
+    _write(args, render_run(request), f"run {request.name}", {"control-secret.txt": control_secret_command(request)})
+    if args.to is not None and request.profile.cluster.kind != "local":
+        secret, folder = shlex.quote(str(args.to / "control-secret.txt")), shlex.quote(str(args.to))
+        print(f"next: sh {secret} && kubectl apply --filename {folder}", file=sys.stderr)
     return 0
 
 

@@ -60,13 +60,13 @@ LabelValue = Annotated[
 ]
 Word = Annotated[str, matching(r"[!-~]+", "one word is expected, without spaces and line breaks")]
 SlurmTime = Annotated[
-    str, matching(r"\d+(-\d+)?(:\d+){0,2}|UNLIMITED|INFINITE", 'minutes or a time such as "24:00:00" are expected')
+    str, matching(r"\d+(-\d+)?(:\d+){0,2}|(?i:UNLIMITED|INFINITE)", 'minutes or a time such as "24:00:00" are expected')
 ]
 SbatchOption = Annotated[
     str,
     matching(
-        r"-(?!-(nodes|ntasks|signal|no-requeue|chdir|array)\b)[!-~]+",
-        "an option such as --mem=0 is expected; machines, tasks, signal, requeue and folder are set by the launcher",
+        r"-(?!-(nodes|ntasks|signal|no-requeue|chdir|array|job-name)\b|[NnDaJ])[!-~]+",
+        "an option such as --mem=0 is expected; name, machines, tasks, signal, requeue, folder are set by the launcher",
     ),
 ]
 Line = Annotated[
@@ -300,6 +300,12 @@ class PriceSection(Section):
         except ValueError:
             raise ValueError("must be a day such as 2026-11-01") from None
         return text
+
+    @model_validator(mode="after")
+    def _is_a_price(self) -> PriceSection:
+        if self.on_demand is None and self.spot is None:
+            raise ValueError("give on_demand or spot, or both")
+        return self
 
 
 class CostSection(Section):

@@ -65,7 +65,7 @@ def _is_regular_expression(pattern: str) -> str:
 
 
 Regex = Annotated[str, AfterValidator(_is_regular_expression)]
-Pattern = Annotated[Regex, Field(min_length=1)]
+Pattern = Annotated[str, Field(min_length=1), AfterValidator(_is_regular_expression)]
 
 
 PLACEHOLDERS = ("question", "response", "reference", "prompt", "conversation")

@@ -176,9 +176,9 @@ def _attend(
         how["sinks"] = s_aux
     up = getattr(module, "kv_b_proj", None)
     noted = getattr(getattr(up, "base_layer", up), "forward", None)
-    vector = noted.vector if isinstance(noted, _UpProjection) else None
-    if up is not None and vector is not None and (keeping := _keeps_latent(layer)) is not None:
-        noted.vector = None  # it may be called again
+    if isinstance(noted, _UpProjection) and noted.vector is not None and (keeping := _keeps_latent(layer)) is not None:
+        assert up is not None
+        vector, noted.vector = noted.vector, None  # it may be called again
         out = keeping.attend_latent(layer, q, k, v, Latent(vector, up), **how)
     else:
         out = context.attend(layer, q, k, v, **how)

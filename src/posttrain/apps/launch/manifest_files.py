@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,13 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represent_text)
+# Texts that readers of other YAML versions, such as kubectl and helm, take for truth values and numbers are quoted.
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^[yYnN]$"), list("yYnN"))
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$|^0o[0-7]+$"),
+    list("-+.0123456789"),
+)
 
 
 def to_yaml(objects: Iterable[object]) -> str:

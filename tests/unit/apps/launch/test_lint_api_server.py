@@ -259,7 +259,7 @@ MUTANTS: list[tuple[str, str, Any, str, str]] = [
     ("CronJob", "spec.schedule", "every day", "five fields", ""),
     ("CronJob", "spec.schedule", "TZ=UTC 0 0 * * *", "five fields", ""),
     ("CronJob", "spec.concurrencyPolicy", "allow", "must be one of Allow", ""),
-    ("RoleBinding", "subjects[0].namespace", "", "for a ServiceAccount", ""),
+    ("ClusterRoleBinding", "subjects[0].namespace", "", "for a ServiceAccount", ""),
     ("PodDisruptionBudget", "spec.maxUnavailable", 1, "cannot be both set", "spec.minAvailable"),
     ("PriorityClass", "value", 2_000_000_000, "between -2147483648 and 1000000000", ""),
     ("PriorityClass", "metadata.name", "system-run", "those of Kubernetes", ""),
@@ -276,7 +276,8 @@ PAIRS = {  # two changes at once
 def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("profiles")
     rendered = [*render_setup(make_profile(folder, EKS)), *render_run(make_request(folder, EKS, "scheduler.kind=job"))]
-    box = {"name": "a", "image": "b:1"}
+    ports = [{"containerPort": 80, "hostPort": 80, "hostIP": address} for address in ("10.0.0.1", "10.0.0.2")]
+    box = {"name": "a", "image": "b:1", "ports": ports}
     template = {"metadata": {"labels": {"app": "a"}}, "spec": {"containers": [box]}}
     spec = {"selector": {"matchLabels": {"app": "a"}}, "template": template}
     server = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "a"}, "spec": spec}
@@ -285,9 +286,12 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     others = [
         {"apiVersion": "v1", "kind": "PersistentVolume", **own, "spec": {"capacity": {"storage": "1Gi"},
          "accessModes": ["ReadWriteMany"], "nfs": {"server": "a", "path": "/"}}},
-        {"apiVersion": "batch/v1", "kind": "CronJob", **own, "spec": {"schedule": "@daily",
+        {"apiVersion": "batch/v1", "kind": "CronJob", **own, "spec": {"schedule": " 0  3 * * * ",
          "jobTemplate": {"spec": {"template": {"spec": {"restartPolicy": "Never", "containers": [box]}}}}}},
-        {"apiVersion": f"{rbac}/v1", "kind": "RoleBinding", **own, "subjects": [account],
+        {"apiVersion": f"{rbac}/v1", "kind": "ClusterRoleBinding", **own, "subjects": [account],
+         "roleRef": {"apiGroup": rbac, "kind": "ClusterRole", "name": "a"}},
+        {"apiVersion": f"{rbac}/v1", "kind": "RoleBinding", **own,
+         "subjects": [{"kind": "ServiceAccount", "name": "a"}],
          "roleRef": {"apiGroup": rbac, "kind": "Role", "name": "a"}},
         {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", **own, "spec": {"minAvailable": 1, "selector": {}}},
         {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", **own, "value": 1_000_000_000},

@@ -19,7 +19,7 @@ from posttrain.apps.launch.instances import INSTANCES, Instance, fabric_of
 from posttrain.apps.launch.lint.check import check_manifests, find_helm
 from posttrain.apps.launch.lint.custom_schemas import CustomSchemas
 from posttrain.apps.launch.lint.reading import pods_of
-from posttrain.apps.launch.manifest_files import Manifest
+from posttrain.apps.launch.manifest_files import Manifest, to_yaml
 from posttrain.apps.launch.pod_template import control_secret, with_new_value
 from posttrain.apps.launch.workloads import chart_values, render_run
 from posttrain.cli.main import main
@@ -506,6 +506,7 @@ OWN_NODES = {"gpus": 8, "cpu": 100, "memory_gib": 500}
         ({"image": {"name": "<YOUR_ECR_REPO>/x"}}, "not the name of an image"),
         ({"log_image": "fluent"}, "raycluster"),
         ({"cost": {"price": {"spot": 3.0, "as_of": "yesterday"}}}, "must be a day"),
+        ({"cost": {"price": {"as_of": "2026-11-01"}}}, "give on_demand or spot"),
         ({"secrets": {"POSTTRAIN_CONTROL_SECRET_FILE": {"secret": "a", "key": "b"}}}, "set by the launcher"),
         ({"nodes": {**OWN_NODES, "selector": {"team": "a\nb"}}}, r"nodes\.selector\.team.*no value of a label"),
         ({"nodes": {**OWN_NODES, "selector": {"team": "a\n"}}}, r"nodes\.selector\.team.*no value of a label"),
@@ -632,6 +633,12 @@ def test_rendered_files_pass_the_check_and_a_folder_is_not_filled_twice(
     assert main(command) == 64
     assert main(["launch", "setup", "--on", str(profile), "--to", str(tmp_path / "admin")]) == 0
     assert main(["launch", "check", str(tmp_path / "admin"), "--json"]) == 0
+
+
+@pytest.mark.parametrize("text", ["y", "N", "1e5", "1e-6", "1.e3", "0o17"])
+def test_texts_that_other_readers_of_yaml_take_for_values_are_quoted(text: str) -> None:
+    assert to_yaml([{"a": text}]) == f"a: '{text}'\n"
+    assert to_yaml([{"a": 1e-6, "b": True}]) == "a: 1.0e-06\nb: true\n"
 
 
 @pytest.mark.parametrize(

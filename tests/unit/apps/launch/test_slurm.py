@@ -199,6 +199,8 @@ def test_a_job_of_the_same_name_is_refused_and_nothing_is_written(
         ({"slurm": {"time": 86400}}, "slurm.time"),  # 24:00:00 without quotes
         ({"slurm": {"sbatch_options": ["mem=0"]}}, "an option such as --mem=0"),
         ({"slurm": {"sbatch_options": ["--signal=KILL@5"]}}, "set by the launcher"),
+        ({"slurm": {"sbatch_options": ["-N3"]}}, "set by the launcher"),
+        ({"slurm": {"sbatch_options": ["--job-name=x"]}}, "set by the launcher"),
     ],
 )
 def test_what_cannot_be_submitted_is_said_in_one_line(
