@@ -95,6 +95,13 @@ def _posttrain(folder: Path, seed: int, num_kills: int, steps: int, chance: rand
     num_kills = _both("posttrain", command("whole"), command("killed"), folder, num_kills, chance)
     whole, killed = folder / "whole", folder / "killed"
     first, second = _rows(whole), _rows(killed)
+    differences = _differences(whole, killed, first, second, steps)
+    return TrainerRuns("posttrain", _rewards(first), _rewards(second), num_kills, differences)
+
+
+def _differences(
+    whole: Path, killed: Path, first: list[JsonMapping], second: list[JsonMapping], steps: int
+) -> list[str]:
     found = ["rows of metrics.jsonl"] if first != second else []
     for step in range(1, steps + 1):
         one, other = (read_rollouts(run / f"rollouts/step_{step}.jsonl.gz") for run in (whole, killed))
@@ -104,7 +111,7 @@ def _posttrain(folder: Path, seed: int, num_kills: int, steps: int, chance: rand
     weights = [sorted((run / f"step_{steps}/policy/weights").rglob("*.safetensors")) for run in (whole, killed)]
     if not weights[0] or [sha256_of_file(file) for file in weights[0]] != [sha256_of_file(file) for file in weights[1]]:
         found.append("final weights")
-    return TrainerRuns("posttrain", _rewards(first), _rewards(second), num_kills, found)
+    return found
 
 
 def _trl(folder: Path, num_kills: int, steps: int, chance: random.Random) -> TrainerRuns:
