@@ -81,8 +81,7 @@ def fitted(load: Load) -> Load:
 
     def loaded(extra: Sequence[str]) -> LoadedConfig[RunConfig]:
         from posttrain.config.tree import DEFAULT
-        from posttrain.data.columns import asks_in_messages, guessed_columns, named_columns
-        from posttrain.data.readers import DEFAULT_ENVIRONMENT
+        from posttrain.data.columns import DEFAULT_ENVIRONMENT, asks_in_messages, guessed_columns, named_columns
         from posttrain.environments.python_function import is_written_for_batches
 
         found = load(extra)

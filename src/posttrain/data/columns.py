@@ -17,6 +17,7 @@ REFERENCE_COLUMNS = ("output", "answer", "reference", "reference_answer", "expec
 ANSWER_COLUMNS = ("output", "completion", "response", "answer", "solution")  # to imitate
 CONVERSATION_COLUMNS = ("messages", "conversations")
 KINDS_WITH_COLUMNS = ("grpo", "sft")
+DEFAULT_ENVIRONMENT = "math"  # of rows whose dataset names none
 _PAIR = {"chosen", "rejected"}
 
 

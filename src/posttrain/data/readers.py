@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from posttrain.data.chat import ChatFormat, EncodedTurn, images_of, is_answer, without_images
+from posttrain.data.columns import DEFAULT_ENVIRONMENT
 from posttrain.data.conversations import as_messages, as_prompt, as_text
 from posttrain.data.entries import Entry
 from posttrain.data.errors import DataError
@@ -24,7 +25,6 @@ Item = TypeVar("Item", Task, Pair, Judged, Example)
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
-DEFAULT_ENVIRONMENT = "math"
 EMPTY_PROMPT = "empty prompt"
 MERGED = "an answer is tokenised on its own, because its first token would merge with the end of the prompt"
 REVERSED = "the rejected answer has the higher reward"

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 from posttrain.config.data import TRACE_GROUPS
 from posttrain.data.chat import ChatFormat, is_answer
+from posttrain.data.columns import DEFAULT_ENVIRONMENT
 from posttrain.data.conversations import as_prompt
 from posttrain.data.entries import Entry
 from posttrain.data.errors import DataError
 from posttrain.data.preference_shapes import ALIGNER, Judgement
-from posttrain.data.readers import DEFAULT_ENVIRONMENT, EMPTY_PROMPT, Numbered, Outcome, Read, located
+from posttrain.data.readers import EMPTY_PROMPT, Numbered, Outcome, Read, located
 from posttrain.data.sources import Row
 from posttrain.files.json_files import JsonMapping
 from posttrain.types import Completion, Message, Rollout, Score, Task
