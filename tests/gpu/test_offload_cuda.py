@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def test_nothing_but_buffers_is_on_the_gpu_between_uses(tmp_path: Path) -> None:
     words += [f"data.train={{dataset_name: ResponseDataset, data_path: {tmp_path}/none.jsonl}}"]
     ones = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
     ones @ ones  # cuBLAS keeps 32 MiB for itself from its first product on
+    gc.collect()  # what earlier tests left must not be freed in between
     before = torch.cuda.memory_allocated()
     trainer = PolicyTrainer(RankSetup(load_config("grpo", None, words).config.policy, seed=0, needs_reference=True))
     size = sum(parameter.numel() for parameter in trainer.model.parameters()) * 2

@@ -86,7 +86,8 @@ def _convolve(
     **_: object,
 ) -> Tensor:
     silu = activation in ("silu", "swish")
-    out = active_context().convolve(_next_place(), hidden_states[0].T, weight, bias, silu=silu)
+    # Not `[0]`: its gradient would lie by channels, and a product with rows as long as a batch is slow.
+    out = active_context().convolve(_next_place(), hidden_states.squeeze(0).T, weight, bias, silu=silu)
     if activation is not None and not silu:
         from transformers.activations import ACT2FN
 
@@ -103,9 +104,10 @@ def _gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: object,
 ) -> tuple[Tensor, None]:
-    q = query[0] if use_qk_l2norm_in_kernel else query[0].to(_exact_type(query)) * query.shape[-1] ** -0.5
-    k = key[0].to(q.dtype)
-    out = active_context().recur(_next_place(), q, k, value[0], g[0], beta[0], unit=use_qk_l2norm_in_kernel)
+    q, k, v, decay, rate = (x.squeeze(0) for x in (query, key, value, g, beta))
+    if not use_qk_l2norm_in_kernel:
+        q = q.to(_exact_type(q)) * q.shape[-1] ** -0.5
+    out = active_context().recur(_next_place(), q, k.to(q.dtype), v, decay, rate, unit=use_qk_l2norm_in_kernel)
     return out.to(query.dtype)[None], None
 
 
@@ -123,10 +125,10 @@ def _mamba2(
     **_: object,
 ) -> Tensor:
     exact = _exact_type(hidden_states)
-    step = dt[0].to(exact) if dt_bias is None else dt[0].to(exact) + dt_bias.to(exact)
+    values, step, keys, queries = (x.squeeze(0) for x in (hidden_states.to(exact), dt.to(exact), B, C))
+    step = step if dt_bias is None else step + dt_bias.to(exact)
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-    values = hidden_states[0].to(exact)
-    out = active_context().recur(_next_place(), C[0], B[0], values * step[..., None], A.to(exact) * step, None)
+    out = active_context().recur(_next_place(), queries, keys, values * step[..., None], A.to(exact) * step, None)
     return (out if D is None else out + D[:, None].to(exact) * values)[None]
 
 

@@ -80,7 +80,7 @@ class Head(ABC):
                 use_cache=False,
                 **deeper,
             )
-        return output.last_hidden_state[0]
+        return output.last_hidden_state.squeeze(0)
 
     @property
     def layers(self) -> nn.ModuleList:

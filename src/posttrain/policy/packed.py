@@ -133,7 +133,7 @@ class PackedAttention:
                 outputs.append(masked_attention(q, k, v, self._mask(index, options["window"], q), options))
             else:
                 outputs += self._per_segment(block[0], q, k, v, options)
-        return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+        return torch.cat(outputs, dim=2).squeeze(0).transpose(0, 1)
 
     def _per_segment(
         self, tree: list[Segment], q: Tensor, k: Tensor, v: Tensor, options: AttendOptions
@@ -196,7 +196,7 @@ class PackedKeys:
         parts = zip(query.split(queries), key.split(keys), value.split(keys), self.both_ways, strict=True)
         for *qkv, both_ways in parts:
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
-            outputs.append(causal_attention(q, k, v, options, both_ways)[0].transpose(0, 1))
+            outputs.append(causal_attention(q, k, v, options, both_ways).squeeze(0).transpose(0, 1))
         return torch.cat(outputs)
 
 

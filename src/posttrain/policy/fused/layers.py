@@ -211,7 +211,7 @@ def _whole_angles(halves: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 def _rows(output: Tensor | tuple[Tensor, ...]) -> Tensor:
     """Of the only sequence that a module was called with."""
-    return (output[0] if isinstance(output, tuple) else output)[0].contiguous()
+    return (output[0] if isinstance(output, tuple) else output).squeeze(0).contiguous()
 
 
 class PendingSum:
@@ -320,7 +320,7 @@ class FusedLayer:
 
         # Modules are looked up at every call: adapters may have been added or removed.
         layer, mlp = self.layer, self.layer.mlp
-        x = hidden_states[0].contiguous()
+        x = hidden_states.squeeze(0).contiguous()
         delta: Tensor | ScaledRows
         if self.mixer is not None:
             x, y = self._add_and_norm(layer.input_layernorm, x, pending)
@@ -492,7 +492,7 @@ class FusedNorm:
         pending = self.pending.take(hidden_states)
         if hidden_states.dim() != 3 or len(hidden_states) != 1:
             return self.own_forward(hidden_states if pending is None else hidden_states + whole(pending))
-        x = hidden_states[0].contiguous()
+        x = hidden_states.squeeze(0).contiguous()
         weight = local_parameter(self.norm)
         delta = None if pending is None else whole(pending)
         normed: Tensor = AddNorm.apply(x, delta, weight, _eps(self.norm), x.dtype, self.adds_one)[1]
