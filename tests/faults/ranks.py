@@ -26,7 +26,7 @@ STEPS, AT_ROW = 60, 12
 MAX_ROWS_AFTER = 2  # the step under way, and a row that was just being written
 MAX_STOP_S = 20.0  # 10 of them wait for the rank that caused an error
 STILL_S = 60.0  # longer than the heartbeat of a run folder may be old
-DEADLINE_S = 20  # of every operation, the start of the ranks among them; the default is hours
+DEADLINE_S = 60  # of every operation, the start of the ranks among them; the default is hours
 
 
 def cases(lab: Lab, short: bool) -> Iterable[Case]:
