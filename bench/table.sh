@@ -77,7 +77,7 @@ for part in $PARTS; do case $part in
     run today-grpo 300 "$PYTHON" bench/grpo_step.py --shape qwen-30b-a3b --lora --prompts 4 --out "$OUT/today-grpo.json" ;;
   vllm-today)
     needs VLLM_PYTHON || continue
-    for shape in $TODAY; do run "vllm-$shape" 200 "$VLLM_PYTHON" bench/decode.py --shape "$shape" --workload $SHORT --engines vllm --out "$OUT/vllm-$shape.json"; done ;;
+    for shape in $TODAY; do run "vllm-$shape" 300 "$VLLM_PYTHON" bench/decode.py --shape "$shape" --workload $SHORT --engines vllm --out "$OUT/vllm-$shape.json"; done ;;
   images)
     run images 300 "$PYTHON" bench/images.py --out "$OUT/images.json"
     needs VLLM_PYTHON && run vllm-images 300 "$VLLM_PYTHON" bench/images.py --engines vllm --out "$OUT/vllm-images.json" ;;
