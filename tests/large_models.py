@@ -37,7 +37,7 @@ from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.memory.layer_bytes import Pass
 from posttrain.policy.memory.model_shape import shape_of_config
-from posttrain.policy.memory.rank import RankMemory
+from posttrain.policy.memory.peak_memory import RankMemory
 from posttrain.policy.memory.settings import run_settings
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.parallel import tensor as tensor_parallel

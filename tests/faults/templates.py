@@ -36,7 +36,7 @@ PART = Part("templates", "a chat template gives its text or is refused, within b
 def rendered_or_refused(templates: Iterable[str], is_hostile: bool, folder: Path, chance: random.Random) -> None:
     from posttrain.data import chat
     from posttrain.data.errors import DataError
-    from posttrain.data.template_renderer import RENDERER, TemplateRenderer
+    from posttrain.data.template_process import RENDERER, TemplateRenderer
 
     renderer = chat.RENDERER = TemplateRenderer(**LIMITS)
     try:

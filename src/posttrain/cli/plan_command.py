@@ -36,7 +36,7 @@ from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.config.loader import load_standalone, load_words
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
-from posttrain.policy.memory.rank import GIB
+from posttrain.policy.memory.peak_memory import GIB
 from posttrain.reporting.run_files import CONFIG_FILE, newest_config
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.data.errors import DataError, refuse_half_pairs
-from posttrain.data.template_renderer import RENDERER, TemplateRefused
+from posttrain.data.template_process import RENDERER, TemplateRefused
 from posttrain.files.digests import sha256_of
 from posttrain.files.json_files import JsonMapping
 from posttrain.types import ImageRef, Message

@@ -1,4 +1,4 @@
-"""The main program of the process that renders chat templates (`template_renderer.py` starts it).
+"""The main program of the process that renders chat templates (`template_process.py` starts it).
 
 It is run as a file and imports Jinja and the standard library only. A request is marshalled: how many bytes of text are
 accepted, a template, variables, and conversations. The reply has one frame for each conversation: a byte that tells

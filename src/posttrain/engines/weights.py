@@ -29,7 +29,7 @@ from posttrain.errors import HardwareError, reason_of
 from posttrain.models.lora import is_adapted
 from posttrain.policy import host_memory
 from posttrain.policy.checkpoint.files import named_adapters, named_weights
-from posttrain.policy.memory.rank import BUCKET_BYTES
+from posttrain.policy.memory.peak_memory import BUCKET_BYTES
 from posttrain.policy.parallel.fsdp import first_of_part, is_first_copy, is_first_rank, local_part
 from posttrain.policy.runtime import shareable_memory
 

@@ -39,7 +39,7 @@ from posttrain.policy.fused.fp8 import Fp8Weights, fp8_obstacle, fp8_products
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.head import Head, without_adapter_wrapper
 from posttrain.policy.logprobs import TeacherStates, Teaching, TokenLogprobs
-from posttrain.policy.memory.rank import should_checkpoint
+from posttrain.policy.memory.peak_memory import should_checkpoint
 from posttrain.policy.model_support import check_length, observe_layers, refusing_errors, turn_off_noise
 from posttrain.policy.objectives import Distillation
 from posttrain.policy.objectives.reduce import combine_metrics

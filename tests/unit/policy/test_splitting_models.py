@@ -15,7 +15,7 @@ from posttrain.config.policy import DtensorConfig
 from posttrain.errors import InputError
 from posttrain.policy.head import OutputHead
 from posttrain.policy.memory.model_shape import find_shape, shape_of_config
-from posttrain.policy.memory.rank import RankMemory
+from posttrain.policy.memory.peak_memory import RankMemory
 from posttrain.policy.memory.settings import run_settings
 from posttrain.policy.parallel.experts import ExpertGroup
 from posttrain.policy.parallel.mesh import Mesh

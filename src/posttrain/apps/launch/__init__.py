@@ -2,7 +2,7 @@
 
 | file | what |
 |---|---|
-| `machines.yaml`, `instances.py` | machines: GPUs, fabric, allocatable CPU and memory, prices |
+| `machines.yaml`, `nccl.yaml`, `instances.py` | machines: GPUs, fabric, allocatable CPU and memory, prices |
 | `launch_request.py` | a run's config and a cluster profile, checked against each other; its ConfigMap |
 | `manifests/` | templates of everything below, and of the batch script of Slurm |
 | `pod_template.py`, `workloads.py` | the pod; the workload of each scheduler around it; values of Helm |

@@ -81,6 +81,7 @@ def _instance(name: str, row: JsonObject) -> Instance:
 
 
 MACHINES: JsonObject = yaml.safe_load(Path(__file__).with_name("machines.yaml").read_text("utf-8"))
+NCCL: JsonObject = yaml.safe_load(Path(__file__).with_name("nccl.yaml").read_text("utf-8"))
 INSTANCES = {name: _instance(name, dict(row)) for name, row in MACHINES["instances"].items()}
 _PROVIDER_OF_KIND = {"eks": "aws", "gke": "gcp"}
 
@@ -110,13 +111,13 @@ def find_instance(nodes: NodesSection, cluster_kind: str) -> Instance:
 
 
 def fabric_of(instance: Instance, num_nodes: int) -> Fabric:
-    env = dict(MACHINES["fabric"]["gpus"]) if instance.gpus else {}
+    env = dict(NCCL["gpus"]) if instance.gpus else {}
     if num_nodes == 1:
         return Fabric(env)
     if instance.gpus:
-        env |= MACHINES["fabric"]["gpus of several machines"]
+        env |= NCCL["gpus of several machines"]
     kind = "efa" if instance.efa else "rdma" if instance.rdma else instance.provider
-    env |= {name: value.replace("{tuner}", instance.tuner) for name, value in MACHINES["fabric"].get(kind, {}).items()}
+    env |= {name: value.replace("{tuner}", instance.tuner) for name, value in NCCL.get(kind, {}).items()}
     if kind != "rdma":
         return Fabric(env)
     networks = [{"interfaceName": f"eth{at}", "network": name} for at, name in enumerate(("default", *RDMA_NETWORKS))]

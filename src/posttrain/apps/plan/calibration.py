@@ -37,7 +37,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.policy.hardware import PEAK_TFLOPS
-from posttrain.policy.memory.rank import GIB
+from posttrain.policy.memory.peak_memory import GIB
 
 TERA = 1e12
 MEASURED_ON = "H200, 2026-11-15, torch 2.11, bf16"

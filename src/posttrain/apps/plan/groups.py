@@ -12,7 +12,7 @@ from posttrain.config.placement import ENGINE, REFERENCE, ResourcesConfig, group
 from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.policy.memory.model_shape import find_shape
-from posttrain.policy.memory.rank import SAMPLING, Phase, RankMemory
+from posttrain.policy.memory.peak_memory import SAMPLING, Phase, RankMemory
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from posttrain.apps.plan.plan import RunEstimate
 from posttrain.apps.plan.workload import MeanLengths
 from posttrain.errors import InputError
-from posttrain.policy.memory.rank import GIB, OPTIMIZER, SAMPLING, SCORING, TRAINING
+from posttrain.policy.memory.peak_memory import GIB, OPTIMIZER, SAMPLING, SCORING, TRAINING
 from posttrain.reporting.run_data import load_run
 from posttrain.reporting.run_files import METRICS_FILE
 

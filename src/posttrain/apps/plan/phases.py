@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 
 from posttrain.apps.plan.calibration import Gpu
 from posttrain.apps.plan.workload import Workload
-from posttrain.policy.memory.rank import GIB, KEPT_CACHE_SHARE, RUNTIME_BYTES, SAMPLING, SCORING, Phase, RankMemory
+from posttrain.policy.memory.peak_memory import (
+    GIB,
+    KEPT_CACHE_SHARE,
+    RUNTIME_BYTES,
+    SAMPLING,
+    SCORING,
+    Phase,
+    RankMemory,
+)
 
 _PROMPT_SLOTS = 8  # engines/native/recurrent_states.py: NUM_PROMPT_SLOTS
 

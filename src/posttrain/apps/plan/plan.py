@@ -16,7 +16,7 @@ from posttrain.errors import InputError
 from posttrain.files.json_files import JsonObject
 from posttrain.files.text_templates import render_text
 from posttrain.policy.memory.model_shape import ModelShape, find_shape
-from posttrain.policy.memory.rank import GIB, SAMPLING, Phase, RankMemory
+from posttrain.policy.memory.peak_memory import GIB, SAMPLING, Phase, RankMemory
 from posttrain.policy.memory.settings import CheckpointCopy, RunSettings, counts_too_many_adapters, run_settings
 
 if TYPE_CHECKING:

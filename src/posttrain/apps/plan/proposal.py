@@ -17,7 +17,7 @@ from posttrain.apps.plan.workload import MicroBatch, Workload
 from posttrain.config import RunConfig
 from posttrain.errors import InputError, OutOfGpuMemoryError
 from posttrain.files.text_templates import render_text
-from posttrain.policy.memory.rank import GIB, OPTIMIZER, SAMPLING, SCORING, TRAINING
+from posttrain.policy.memory.peak_memory import GIB, OPTIMIZER, SAMPLING, SCORING, TRAINING
 from posttrain.policy.memory.settings import OptimizerSettings, RunSettings
 
 _HEADROOM = 0.05  # of the GPU's memory, which a proposal leaves free

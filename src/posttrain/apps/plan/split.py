@@ -21,7 +21,7 @@ from posttrain.config import GrpoRunConfig
 from posttrain.config.base import problems_of
 from posttrain.files.json_files import JsonObject
 from posttrain.policy.memory.layer_bytes import Pass
-from posttrain.policy.memory.rank import GIB, SAMPLING
+from posttrain.policy.memory.peak_memory import GIB, SAMPLING
 
 AGES = (0, 1, 2)
 _COUNTED_STEPS = 8  # after those in which the rounds fill up

@@ -14,7 +14,7 @@ from posttrain.apps.plan.phases import CachePlan
 from posttrain.apps.plan.workload import Workload
 from posttrain.policy.memory.layer_bytes import FP32, Pass
 from posttrain.policy.memory.model_shape import ModelShape
-from posttrain.policy.memory.rank import RankMemory
+from posttrain.policy.memory.peak_memory import RankMemory
 from posttrain.policy.memory.settings import OptimizerSettings, draft_length
 
 # Times that each number which lives of a logit (`compared_numbers`) is read or written; counted operation by operation.

@@ -42,7 +42,7 @@ from posttrain.policy.experts import compute_adapters_by_rows
 from posttrain.policy.fused.fp8 import Fp8Weights
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.host_memory import available_bytes
-from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
+from posttrain.policy.memory.peak_memory import KEPT_CACHE_SHARE
 from posttrain.policy.memory.settings import MAX_DRAFTED_ROWS
 from posttrain.policy.model_support import check_length
 from posttrain.policy.parallel.experts import spreads_experts

@@ -21,7 +21,7 @@ KINDS_OF = {"all": KINDS, "pairs": PAIR_KINDS, "supervised": SUPERVISED_KINDS, "
 
 
 def _rules() -> tuple[Rule, ...]:
-    said = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text("utf-8"))
+    said = yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text("utf-8"))
     checks = {name.replace("_", "-"): value for module in _MODULES for name, value in vars(module).items()}
     return tuple(Rule(name, KINDS_OF[row.pop("kinds")], checks[name], **row) for name, row in said.items())
 

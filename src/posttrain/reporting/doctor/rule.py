@@ -32,7 +32,7 @@ Check = Callable[[RunHistory], Sighting | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """A check, and what `rules.yaml` says about it."""
+    """A check, and what `texts.yaml` says about it."""
 
     id: str
     kinds: tuple[str, ...]  # of run

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.config import PolicyConfig, load_config
-from posttrain.policy.memory.rank import GIB, should_checkpoint
+from posttrain.policy.memory.peak_memory import GIB, should_checkpoint
 from posttrain.policy.parallel.mesh import Mesh
 from posttrain.policy.runtime import PeakMemory
 from posttrain.reporting.rows import Hardware, training_row

@@ -17,7 +17,7 @@ from posttrain.config.policy import DtensorConfig
 from posttrain.models.attention_interface import ATTENTION
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.memory.model_shape import NAMED_CONFIGS, find_shape, shape_of_config
-from posttrain.policy.memory.rank import RankMemory
+from posttrain.policy.memory.peak_memory import RankMemory
 from posttrain.policy.memory.settings import run_settings
 from posttrain.policy.parallel.experts import ExpertGroup
 from posttrain.policy.parallel.fsdp import shard

@@ -11,7 +11,7 @@ from posttrain.config import GrpoRunConfig, load_config
 from posttrain.errors import InputError
 from posttrain.policy.memory.layer_bytes import Pass
 from posttrain.policy.memory.model_shape import NAMED_SHAPES
-from posttrain.policy.memory.rank import GIB
+from posttrain.policy.memory.peak_memory import GIB
 
 LORA = ["policy.model_name=llama-8b", "policy.dtensor_cfg.lora_cfg.enabled=true", "kl=0"]
 LIVE = {"vocabulary": 7, "top_k": 5, "sampled": 4}  # numbers of each logit, counted operation by operation

@@ -18,7 +18,7 @@ from posttrain.apps.plan.proposal import explain, propose, remedies
 from posttrain.cli.main import main
 from posttrain.config import load_config
 from posttrain.policy.memory.model_shape import NAMED_SHAPES
-from posttrain.policy.memory.rank import SAMPLING, SCORING, TRAINING
+from posttrain.policy.memory.peak_memory import SAMPLING, SCORING, TRAINING
 
 REPOSITORY = Path(__file__).parents[4]
 STEP = [

@@ -12,7 +12,7 @@ from posttrain.apps.plan.groups import planned_groups, proposed_placement
 from posttrain.apps.plan.plan import estimate_run
 from posttrain.cli.main import main
 from posttrain.config import RunConfig, load_config
-from posttrain.policy.memory.rank import GIB
+from posttrain.policy.memory.peak_memory import GIB
 
 STEP = ["policy.model_name=llama-8b", "cluster.gpus_per_node=8", "data.default.env_name=math"]
 STEP += ["grpo.num_prompts_per_step=32", "grpo.num_generations_per_prompt=8", "policy.train_global_batch_size=256"]

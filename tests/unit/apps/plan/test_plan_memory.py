@@ -18,7 +18,7 @@ from posttrain.engines.native.engine import _pages_wanted
 from posttrain.engines.native.scheduler import PromptGroup
 from posttrain.policy.memory.layer_bytes import LayerBytes, Pass
 from posttrain.policy.memory.model_shape import NAMED_SHAPES, shape_of_config
-from posttrain.policy.memory.rank import (
+from posttrain.policy.memory.peak_memory import (
     GIB,
     OPTIMIZER,
     RUNTIME_BYTES,

@@ -7,7 +7,7 @@ import pytest
 from posttrain.apps.plan.calibration import GPUS
 from posttrain.apps.plan.plan import RunEstimate, estimate_run
 from posttrain.config import load_config
-from posttrain.policy.memory.rank import GIB, SAMPLING, SCORING, TRAINING
+from posttrain.policy.memory.peak_memory import GIB, SAMPLING, SCORING, TRAINING
 
 SHORT_STATE = ("policy.optimizer.state_dtype=bfloat16", "policy.optimizer.master_weights=none")
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=8")

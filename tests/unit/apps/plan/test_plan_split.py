@@ -12,7 +12,7 @@ from posttrain.apps.plan.plan import RunEstimate, estimate_run
 from posttrain.apps.plan.split import Splits, find_splits, simulated_step_s
 from posttrain.cli.main import main
 from posttrain.config import GrpoRunConfig, load_config
-from posttrain.policy.memory.rank import OPTIMIZER, SAMPLING
+from posttrain.policy.memory.peak_memory import OPTIMIZER, SAMPLING
 
 STEP = [
     "policy.model_name=llama-8b",

@@ -17,7 +17,7 @@ from posttrain.apps.plan.workload import MeanLengths, MicroBatch, SharedPrompt
 from posttrain.engines.native import graphs
 from posttrain.policy.memory.layer_bytes import Pass
 from posttrain.policy.memory.model_shape import NAMED_SHAPES
-from posttrain.policy.memory.rank import RankMemory
+from posttrain.policy.memory.peak_memory import RankMemory
 from posttrain.policy.memory.settings import OptimizerSettings, RunSettings
 
 # The machine that most was measured on.

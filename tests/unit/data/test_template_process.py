@@ -17,10 +17,10 @@ import pytest
 from chat_tokenizers import CHATML, TEMPLATE_FAMILIES, THINKING, TWO_ENDS, byte_tokenizer
 from hostile_templates import HOSTILE, LIMITS, MEMORY_BYTES, MORE_HOSTILE
 
-from posttrain.data import template_renderer
+from posttrain.data import template_process
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
-from posttrain.data.template_renderer import TemplateRefused, TemplateRenderer
+from posttrain.data.template_process import TemplateRefused, TemplateRenderer
 from posttrain.errors import ExitCode
 
 MESSAGES = [
@@ -151,7 +151,7 @@ def test_threads_share_the_process(renderer: Measured) -> None:
 def test_a_fork_has_a_process_of_its_own() -> None:
     program = """
 import os
-from posttrain.data.template_renderer import RENDERER
+from posttrain.data.template_process import RENDERER
 def text(): return next(RENDERER.render("{{ a }}", {"a": os.getpid()}, [([], True)]))
 assert text() == str(os.getpid())
 first = RENDERER._process.pid
@@ -169,7 +169,7 @@ assert text() == str(os.getpid()) and RENDERER._process.pid == first
 
 def test_the_process_ends_with_its_parent() -> None:
     program = (
-        "from posttrain.data.template_renderer import RENDERER; next(RENDERER.render('', {}, [([], True)])); "
+        "from posttrain.data.template_process import RENDERER; next(RENDERER.render('', {}, [([], True)])); "
         "print(RENDERER._process.pid, flush=True); input()"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -238,7 +238,7 @@ def test_a_process_that_a_template_has_taken_over_can_reply_with_text_only(
     program = tmp_path / "program.py"
     ready = "import os, sys\nfd = int(sys.argv[3])\nos.write(fd, bytes(8))\nos.read(fd, 1)\n"
     program.write_text(ready + f"os.write(fd, {reply})")
-    monkeypatch.setattr(template_renderer, "_PROGRAM", program)
+    monkeypatch.setattr(template_process, "_PROGRAM", program)
     renderer = TemplateRenderer()
     with pytest.raises(TemplateRefused):
         one(renderer)
@@ -248,7 +248,7 @@ def test_a_process_that_a_template_has_taken_over_can_reply_with_text_only(
 def test_a_process_that_does_not_start_is_no_error_of_the_template(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_renderer, "_PROGRAM", tmp_path / "none.py")
+    monkeypatch.setattr(template_process, "_PROGRAM", tmp_path / "none.py")
     with pytest.raises(RuntimeError, match=r"cannot be rendered: .* exit code 2"):
         one(TemplateRenderer())
 
