@@ -14,7 +14,7 @@ from faults.lab import Lab
 from posttrain.apps.launch.local.local_cluster import why_impossible
 
 INTERRUPTIONS = 20
-STEPS = 150  # so many that the run is not over before, on an idle machine
+STEPS = 150  # if a run ends before all interruptions, another one has the rest
 
 
 def cases(lab: Lab, short: bool) -> Iterable[Case]:
@@ -35,9 +35,13 @@ def lose_machines(lab: Lab, scheduler: str, folder: Path, chance: random.Random)
     if (why := why_impossible()) is not None:
         raise NotPossibleHere(why)
     whole = lab.shared("spot", lambda place: _whole(lab, place))
-    run = SpotRun(folder / "local", scheduler, lab.model, lab.data, steps=STEPS)
-    assert run_through(run, drawn(chance, INTERRUPTIONS)) == INTERRUPTIONS, "the run was over too early"
-    assert_same_end(run, whole)
+    left = drawn(chance, INTERRUPTIONS)
+    while left:
+        run = SpotRun(folder / f"local{len(left)}", scheduler, lab.model, lab.data, steps=STEPS)
+        count = run_through(run, left)
+        assert_same_end(run, whole)
+        assert count, "a run of one attempt is not interrupted"
+        left = left[count:]
 
 
 def _whole(lab: Lab, folder: Path) -> SpotRun:
