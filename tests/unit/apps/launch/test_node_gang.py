@@ -94,6 +94,19 @@ def test_ray_ending_early_is_a_crash_with_the_end_of_its_output(gang: Gang) -> N
     assert gang.logs().count("the ray process ended with 3\n  no port is free") == 2, "rank 1 knows it, too"
 
 
+def test_a_worker_waits_for_the_node_of_the_head(gang: Gang) -> None:
+    gang.script("while not os.path.exists(folder + '/ray_worker'): time.sleep(0.02)")
+    ray, first = gang.folder / "bin/ray", gang.folder / "first"
+    ray.rename(ray.with_name("ready"))
+    fails = "echo No node info found for head node in GCS; exit 1"
+    early = f"[ $2 = --head ] || [ -e {first} ] || {{ touch {first}; {fails}; }}"
+    ray.write_text(f'#!/bin/sh\n{early}\nexec {ray.with_name("ready")} "$@"\n')
+    ray.chmod(0o755)
+    gang.start(1, 0)
+    assert gang.codes() == {1: 0, 0: 0}, gang.logs()
+    assert first.exists()
+
+
 def test_a_run_without_progress_ends_with_65(gang: Gang) -> None:
     folder = gang.folder / "run/attempts"
     folder.mkdir(parents=True)

@@ -38,6 +38,8 @@ JOIN_S = 1800.0  # for all machines of a gang to start
 RAY = "ray"
 _HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_CHILD_SUBREAPER = 36
+# What `ray start` ends with if the head's node is not known 6 s after its GCS.
+_HEAD_NOT_READY, _RAY_STARTS = "No node info found for head node in GCS", 10
 _LONGEST_TAIL = 8192  # of the output of `ray start` in a message
 
 
@@ -117,6 +119,7 @@ class Member:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._link: Link | None = None
+        self._num_ray_starts = 0
         self._ray_log = Path(tempfile.mkdtemp(prefix="posttrain-node-")) / "ray-start.log"
 
     def ray_output_tail(self) -> str:
@@ -249,6 +252,7 @@ class Member:
         return ["--block", "--disable-usage-stats", f"--num-gpus={self.settings.gpus_per_node}"]
 
     def start_ray(self, command: list[str]) -> None:
+        self._ray_command, self._num_ray_starts = command, self._num_ray_starts + 1
         try:
             self.children.start(RAY, command, self.environment, self._ray_log)
         except OSError as error:
@@ -270,9 +274,11 @@ class Member:
     def on_end(self, name: str, code: int) -> None:
         """Rank 0 decides whether the gang continues."""
         assert self._link is not None
-        self._link.send(
-            {"type": "failed", "code": ExitCode.CRASHED, "why": f"{name} ended with {code}{self.ray_output_tail()}"}
-        )
+        output = self.ray_output_tail()
+        if name == RAY and _HEAD_NOT_READY in output and self._num_ray_starts < _RAY_STARTS:
+            self.start_ray(self._ray_command)
+            return
+        self._link.send({"type": "failed", "code": ExitCode.CRASHED, "why": f"{name} ended with {code}{output}"})
 
     def end(self, code: int, why: str) -> None:
         if self.code is None:
