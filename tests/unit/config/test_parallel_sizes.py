@@ -243,6 +243,7 @@ def test_policy_and_engine_are_on_the_first_of_two_machines_reference_and_reward
         ),
         ([RM[0], TWO_REWARDS], "env.rm.rewards.b.resources: env.rm.rewards.a has 'a' on GPUs of its own already"),
         (["env.math.resources={gpus_per_node: 1}"], "resources"),
+        ([*RM, "env.rm.resources={gpus_per_node: 1}", "cluster.launcher=local"], "cluster.launcher = 'local'"),
     ],
 )
 def test_a_reward_model_that_cannot_be_placed_is_refused_by_name(words: list[str], message: str) -> None:
