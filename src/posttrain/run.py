@@ -80,6 +80,7 @@ def fitted(load: Load) -> Load:
     """
 
     def loaded(extra: Sequence[str]) -> LoadedConfig[RunConfig]:
+        from posttrain.config.rewards import PythonRewardConfig
         from posttrain.config.tree import DEFAULT
         from posttrain.data.columns import DEFAULT_ENVIRONMENT, asks_in_messages, guessed_columns, named_columns
         from posttrain.environments.python_function import is_written_for_batches
@@ -96,13 +97,19 @@ def fitted(load: Load) -> Load:
                 notes.append(named_columns(f"data.{name}", columns))
                 words += [f"data.{name}.{key}={json.dumps(column)}" for key, column in columns.items()]
         for name, environment in getattr(config, "environments", {}).items():
-            function, extras = environment.function, environment.model_extra or {}
-            if function is None or "as_messages" in extras or not is_written_for_batches(function, Path.cwd()):
-                continue
-            rows = [entry.filled_from(config.data.default) for entry in config.data.train_sets()]
+            batched = {
+                part: reward.function
+                for part, reward in environment.reward_configs(name).items()
+                if isinstance(reward, PythonRewardConfig) and "as_messages" not in reward.model_fields_set
+                if is_written_for_batches(reward.function, Path.cwd())
+            }
+            rows = [entry.filled_from(config.data.default) for entry in config.data.train_sets() if batched]
             if any(asks_in_messages(entry) for entry in rows if (entry.env_name or DEFAULT_ENVIRONMENT) == name):
-                notes.append(f"env.{name}: prompts are messages, so {function} gets messages (env.{name}.as_messages)")
-                words.append(f"env.{name}.as_messages=true")
+                for part, function in batched.items():
+                    path = f"env.{name}.rewards.{part}" if part else f"env.{name}"
+                    notes.append(f"{path}: prompts are messages, so {function} gets messages ({path}.as_messages)")
+                    own = {"as_messages": True}
+                    words.append(f"env.{name}={json.dumps({'rewards': {part: own}} if part else own)}")
         again = load([*extra, *words]) if words else found
         return replace(again, warnings=[*again.warnings, *notes])
 

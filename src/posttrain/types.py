@@ -36,6 +36,7 @@ class ImageRef:
     format: str  # PNG, JPEG, WEBP, GIF, BMP
     num_bytes: int
     source: bytes | Callable[[], bytes] = field(compare=False, repr=False)
+    where: str = field(default="", compare=False, repr=False)  # it was given first: row and file, for messages
 
     @property
     def data(self) -> bytes:

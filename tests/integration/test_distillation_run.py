@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_runs import common, results_of, run, run_as_printed, save_model
+from tiny_runs import common, results_of, run, run_as_printed, save_model, save_reward_model
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.errors import ExitCode
@@ -69,8 +69,12 @@ def test_what_cannot_be_distilled_is_refused(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(other)
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(other)
+    scores = save_reward_model(model, tmp_path / "scores")
+    config = scores / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
     for named, extra in (
         ("teacher.model_name is not set", []),
+        (f"teacher.model_name: {str(scores)!r} is a reward model", [f"teacher={scores}"]),
         ("another tokenizer", [f"teacher={other}"]),
         ("teacher.model_name", ["teacher=nowhere/at-all"]),
         ("teacher.weight", [f"teacher={teacher}", "teacher.weight=0"]),

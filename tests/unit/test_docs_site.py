@@ -31,3 +31,8 @@ def test_the_help_of_a_script_has_each_command_on_its_own_line(path: Path) -> No
     lines = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()
     joined = re.compile(r"\S .*\bpython (?:bench/|$)|^\s+bench/\S+\.py |\bpython$")
     assert [line for line in lines if joined.search(line)] == []
+
+
+def test_the_page_of_examples_names_each_script() -> None:
+    page = (ROOT / "examples/README.md").read_text(encoding="utf-8")
+    assert [path.name for path in sorted((ROOT / "examples").glob("*.py")) if f"`{path.name}`" not in page] == []

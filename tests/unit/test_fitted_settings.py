@@ -99,8 +99,15 @@ def test_a_reward_for_trl_gets_messages_where_prompts_are_messages(
     assert any("gets messages" in line for line in found.warnings) == (expected is True)
 
 
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ("{function: 'r.py:r'}", [True]),
+        ("{rewards: {a b.c: {type: python, function: 'r.py:r'}, d: {type: regex, pattern: a}}}", [True, None]),
+    ],
+)
 def test_messages_of_one_environment_are_not_those_of_another(
-    tmp_path: Path, gpus: list[object], monkeypatch: pytest.MonkeyPatch
+    block: str, expected: list[bool | None], tmp_path: Path, gpus: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("chat.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}) + "\n")
@@ -110,9 +117,10 @@ def test_messages_of_one_environment_are_not_those_of_another(
         f"{{dataset_name: ResponseDataset, data_path: {kind}.jsonl, env_name: {kind}, input_key: prompt}}"
         for kind in ("chat", "text")
     )
-    found = loaded(f"data.train=[{rows}]", "env={chat: {function: 'r.py:r'}, text: {function: 'r.py:r'}}")
-    messages = {name: (env.model_extra or {}).get("as_messages") for name, env in found.config.environments.items()}
-    assert (messages["chat"], messages["text"]) == (True, None)
+    found = loaded(f"data.train=[{rows}]", f"env={{chat: {block}, text: {block}}}")
+    rewards = {name: env.reward_configs(name) for name, env in found.config.environments.items()}
+    messages = {name: [getattr(one, "as_messages", None) for one in rewards[name].values()] for name in rewards}
+    assert (messages["chat"], messages["text"]) == (expected, [one and False for one in expected])
 
 
 @pytest.mark.parametrize(

@@ -24,3 +24,12 @@ from posttrain.config.policy import (
 )
 from posttrain.config.run_config import CheckpointingConfig, ClusterConfig, LoggerConfig, RunConfig
 from posttrain.config.runs import ALL_KINDS, KINDS, TRAINING_NAMES, Kind, SftConfig, SftRunConfig
+
+__all__ = [
+    "ALL_KINDS", "KINDS", "TRAINING_NAMES", "AdvEstimatorConfig", "CheckpointingConfig", "ClusterConfig",
+    "ConfigError", "DataConfig", "DatasetConfig", "DpoConfig", "DpoRunConfig", "DtensorConfig",
+    "EnvironmentConfig", "EvalRunConfig", "GenerationConfig", "GrpoConfig", "GrpoPolicyConfig", "GrpoRunConfig",
+    "Kind", "LoadedConfig", "LoggerConfig", "LoraConfig", "LossFnConfig", "NativeConfig", "OptimizerConfig",
+    "PolicyConfig", "RunConfig", "SequencePackingConfig", "SftConfig", "SftRunConfig", "TokenizerConfig",
+    "guess_kind", "load_config",
+]  # fmt: skip

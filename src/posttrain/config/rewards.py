@@ -392,8 +392,8 @@ class RewardModelRewardConfig(RewardConfig):
     @field_validator("resources", mode="before")
     @classmethod
     def _known_resources(cls, value: object) -> object:
-        if isinstance(value, dict) and (unknown := sorted(set(value) - ResourcesConfig.model_fields.keys())):
-            raise ValueError(f"has {unknown[0]!r}; known here: {', '.join(ResourcesConfig.model_fields)}")
+        if isinstance(value, dict):
+            refuse_unknown_keys(value, list(ResourcesConfig.model_fields), "`resources`")
         return value
 
 

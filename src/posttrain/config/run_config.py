@@ -307,6 +307,11 @@ class RunConfig(Section):
             yield "policy.reward_model_cfg.enabled = true trains a reward model: use `posttrain rm`, or set it to false"
 
     def _placement_problems(self) -> Iterator[str]:
+        if self.cluster.launcher == "local" and self.cluster.num_workers > 1:
+            yield (
+                f"cluster.launcher = 'local' is one process, and the run has {self.cluster.num_workers} (num_nodes x "
+                "gpus_per_node); set cluster.launcher=auto"
+            )
         yield from placement_problems(self.group_requests, self.cluster.num_nodes, self.cluster.gpus_per_node)
         field = "policy.reference.colocated"
         if not self.policy.reference.colocated.enabled and not self.needs_reference:

@@ -77,7 +77,7 @@ def image_of(
     except Exception as error:
         raise DataError(f"{where}: the image is damaged or cut off ({_reason(error)})") from error
     kind = "JPEG" if image.format == "MPO" else str(image.format)
-    return ImageRef(sha256_of(data), width, height, kind, len(data), data if source is None else source)
+    return ImageRef(sha256_of(data), width, height, kind, len(data), source or data, where)
 
 
 def _opened(data: bytes, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Image:

@@ -180,7 +180,7 @@ def located(row: Row, render: Callable[..., Made], *arguments: object) -> Made:
     try:
         return render(*arguments)
     except DataError as error:
-        raise DataError(f"{row.where}: {error}") from error
+        raise DataError(f"{row.where}: {str(error).removeprefix(f'{row.where}: ')}") from error
 
 
 def together(rows: Sequence[Row], render: Callable[[list[Given]], list[Made]], given: Sequence[Given]) -> list[Made]:

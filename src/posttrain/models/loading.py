@@ -198,6 +198,11 @@ def load_model(
             f"{field}: the weights in {name!r} have other shapes than its config.json describes"
             f"{'' if odd is None else f': {odd}'}"
         ) from error
+    if "score.weight" in report["unexpected_keys"]:  # with tied embeddings nothing is missing
+        raise SettingsError(
+            f"{field}: {name!r} is a reward model or classifier: it has score.weight in place of a language model's "
+            "output layer. Give the language model"
+        )
     if lacking := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
         raise SettingsError(
             f"{field}: {name!r} has no fitting weights for {len(lacking)} parameters ({', '.join(lacking[:3])}, …), "

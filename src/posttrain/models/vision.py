@@ -167,7 +167,7 @@ class QwenImageTokens(ImageTokens):
                     min_pixels=processor.size["shortest_edge"], max_pixels=processor.size["longest_edge"],
                 )  # fmt: skip
             except ValueError as error:
-                raise DataError(f"an image of {image.width} x {image.height} pixels: {error}") from error
+                raise DataError(f"{image.where}: the image has {width} × {height} pixels: {error}") from error
         return height // unit, width // unit
 
     def num_tokens(self, image: ImageRef) -> int:

@@ -472,6 +472,7 @@ class RunRecorder:
             "wall_s": self._earlier_wall_s + self._wall_s(),
             "warnings": list(self._warnings.values()),
             "findings": dict(Counter(finding.severity for finding in self._examination.findings)),
+            "held_until": {finding.rule: finding.last_step for finding in self._examination.findings},
         }
 
     def _write_info(self, status: str, reason: str = "") -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from posttrain.files.json_files import MAX_FILE_BYTES, JsonMapping, parse_json, read_at_most, refuse_pipe
-from posttrain.reporting.doctor.findings import Finding, kept_findings
+from posttrain.reporting.doctor.findings import Finding, kept_findings, up_to_date
 from posttrain.reporting.presentation import Headline, headline_from_json
 from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION, top_level_stages
 from posttrain.reporting.run_files import (
@@ -117,16 +117,17 @@ class RunData:
 
 
 def load_run(folder: Path) -> RunData:
+    info = read_info(folder)
     return RunData(
         folder=folder,
         rows=_merged_by_step(read_rows(folder / METRICS_FILE)),
-        info=read_info(folder),
+        info=info,
         configs={
             path.name: read_at_most(path, MAX_FILE_BYTES).decode("utf-8", "replace")
             for path in config_files(folder).values()
         },
         unscored=read_rows(folder / UNSCORED_FILE),
-        findings=kept_findings(read_rows(folder / FINDINGS_FILE)),
+        findings=up_to_date(kept_findings(read_rows(folder / FINDINGS_FILE)), info),
     )
 
 

@@ -153,6 +153,7 @@ _INFO: dict[str, Callable[[Any], bool]] = {
     "warnings": lambda value: _are_rows(value, "step", text=str, count=int),
     "resumed_at_steps": lambda value: isinstance(value, list) and all(map(_is_number, value)),
     "headline": lambda value: isinstance(value, dict),
+    "held_until": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
     **dict.fromkeys(("wall_s", "max_steps", "num_devices"), _is_number),
     **dict.fromkeys(
         ("started_at", "updated_at", "status", "title", "reason", "device_word", "algorithm"),

@@ -30,6 +30,7 @@ from posttrain.files.digests import digest, hash_files
 from posttrain.rollouts.agent_endpoint import MAX_CONNECTIONS, AgentEndpoint, AgentSession, task_of_call
 from posttrain.rollouts.call_journal import CallJournal
 from posttrain.rollouts.call_tree import Call, PromptWriter
+from posttrain.rollouts.dynamic_sampling import WAITING, WORKING
 from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
 from posttrain.rollouts.multi_turn import MultiTurnRollouts
 from posttrain.rollouts.turn_prompts import ToolPrompts
@@ -84,8 +85,8 @@ class AgentRollouts(FreshRollouts):
                 ran = [session for session in sessions if session.score is None]
                 self._answer_agents(ran, step)
                 self._times_s = {
-                    "generation/waiting_for_model": sum(session.clock.waited_s for session in ran) / max(len(ran), 1),
-                    "generation/agents_working": sum(session.clock.own_s for session in ran) / max(len(ran), 1),
+                    WAITING: sum(session.clock.waited_s for session in ran) / max(len(ran), 1),
+                    WORKING: sum(session.clock.own_s for session in ran) / max(len(ran), 1),
                 }
         finally:
             for session in sessions:

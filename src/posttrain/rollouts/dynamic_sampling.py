@@ -41,6 +41,8 @@ from posttrain.types import (
     Utterance,
 )
 
+WAITING, WORKING = "generation/waiting_for_model", "generation/agents_working"  # means of rollouts; other times add up
+
 
 @dataclass
 class DynamicSampling:
@@ -78,6 +80,8 @@ class DynamicSampling:
                 metrics[name] = value + (metrics.get(name, 0.0) if name.startswith("prefill_tokens") else 0.0)
             for stage, seconds in taken.timings_s.items():
                 timings_s[stage] = timings_s.get(stage, 0.0) + seconds
+        for stage in {WAITING, WORKING} & timings_s.keys():
+            timings_s[stage] /= num_batches
         available = [*earlier, *kept]
         groups, surplus = available[:num_groups], available[num_groups:]
         self.position.surplus = surplus if self.keeps_surplus else []

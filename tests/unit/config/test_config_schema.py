@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from inspect import ismodule
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
+import posttrain.config
 from posttrain.config import ALL_KINDS, KINDS, load_config
 from posttrain.config.base import Section
 from posttrain.config.foreign.nemo_rl import vocabulary_of
@@ -67,3 +69,9 @@ def test_loading_a_config_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_the_package_imports_is_what_it_offers() -> None:
+    """With `mypy --strict` a user's import of a name that `__all__` lacks is an error."""
+    public = {name for name, value in vars(posttrain.config).items() if name[0] != "_" and not ismodule(value)}
+    assert public == set(posttrain.config.__all__)

@@ -236,13 +236,14 @@ def test_policy_and_engine_are_on_the_first_of_two_machines_reference_and_reward
         ([*RM, "env.rm.resources={num_nodes: 1}"], "env.rm.resources needs env.rm.resources.gpus_per_node.* is null"),
         ([*RM, "env.rm.resources={}"], "env.rm.resources needs env.rm.resources.gpus_per_node"),
         ([*RM, "env.rm.resources={gpus_per_node: 9}"], "it is 9, and at least one GPU must be left to train"),
-        ([*RM, "env.rm.resources={gpus: 9}"], "gpus.*gpus_per_node"),
+        ([*RM, "env.rm.resources={gpus: 9}"], r"command line: `env\.rm\.resources\.gpus`.*gpus_per_node"),
         (
             ["data.train.env_name=rm", "data.validation={data_path: b.jsonl, env_name: rm_a}", TWO_REWARDS, SAME_NAME],
             "env.rm_a.resources: its worker group would have the name of that of env.rm.rewards.a",
         ),
         ([RM[0], TWO_REWARDS], "env.rm.rewards.b.resources: env.rm.rewards.a has 'a' on GPUs of its own already"),
         (["env.math.resources={gpus_per_node: 1}"], "resources"),
+        ([*RM, "env.rm.resources={gpus_per_node: 1}", "cluster.launcher=local"], "cluster.launcher = 'local'"),
     ],
 )
 def test_a_reward_model_that_cannot_be_placed_is_refused_by_name(words: list[str], message: str) -> None:

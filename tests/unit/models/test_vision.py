@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import json
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_vision import VISION_FAMILIES, image_ref, save_vision_model, tiny_vision_model, vision_tokenizer
 
+from posttrain.data.chat import ChatFormat
+from posttrain.data.datasets import load_task_dataset
 from posttrain.data.errors import DataError
 from posttrain.errors import InputError
 from posttrain.models import vision
@@ -83,6 +87,18 @@ def test_a_text_with_the_token_of_an_image_is_refused(tmp_path: Path) -> None:
         tokens.expanded(vision_tokenizer("qwen2.5-vl"), "<|image_pad|> <|image_pad|>", [image_ref(8, 8)])
     with pytest.raises(InputError, match="a prompt has 1 placeholder tokens, and its 1 images need 4"):
         tokens.layout([1, tokens.token_id], [image_ref(16, 16)])
+
+
+def test_an_image_that_is_too_long_is_named_as_it_was_given(tmp_path: Path) -> None:
+    chat = ChatFormat(vision_tokenizer("qwen2.5-vl"))
+    chat.image_tokens = partial(tokens_of("qwen2.5-vl", tmp_path).expanded, chat.tokenizer)
+    for name, size in (("good", (8, 8)), ("long", (2, 500))):
+        (tmp_path / f"{name}.png").write_bytes(image_ref(*size).data)
+    rows = [{"input": "?", "image": "good.png"}, {"input": "?", "image": ["good.png", "long.png"]}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    entry = {"data_path": str(tmp_path / "rows.jsonl"), "output_key": ""}
+    with pytest.raises(DataError, match=r"^\S+rows\.jsonl, row 2: 'image' 2: image 'long\.png': the image has 2 × 500"):
+        load_task_dataset(entry, None, chat, max_prompt_tokens=None, seed=0)
 
 
 def test_models_that_see_no_images_say_why(tmp_path: Path) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from made_groups import group as make_group
 
+from posttrain.apps.watch.catalogue import Catalogue
+from posttrain.apps.watch.places import LocalPlace
 from posttrain.reporting.doctor.findings import kept_findings
 from posttrain.reporting.examination import examine_folder
+from posttrain.reporting.run_data import load_run
 from posttrain.reporting.run_files import read_rows
 
 SETTINGS = {"policy.optimizer.kwargs.lr": 1e-5, "loss_fn.reference_policy_kl_penalty": 0.01}
@@ -96,6 +99,11 @@ def test_after_the_fact_the_same_is_found_from_the_folder(bench: Any, report: An
     _, found = examine_folder(bench.folder)
     live = kept_findings(findings(bench))
     assert [replace(one, last_step=None) for one in found] == [replace(one, last_step=None) for one in live]
+    lasting = {one.rule: (one.step, one.last_step) for one in found}
+    assert lasting["kl-runaway"][1] == 10
+    (view,) = Catalogue([LocalPlace(bench.folder)]).runs.values()
+    for shown in (load_run(bench.folder).findings, view.findings):
+        assert {one.rule: (one.step, one.last_step) for one in shown} == lasting
 
 
 def test_a_rule_that_fails_ends_no_run(bench: Any, report: Any, monkeypatch: Any) -> None:

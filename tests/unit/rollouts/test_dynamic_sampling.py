@@ -20,7 +20,14 @@ from posttrain.errors import InputError
 from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import RolloutSource
-from posttrain.rollouts.dynamic_sampling import SURPLUS, DynamicSampling, StreamAndSurplus, from_plain, to_plain
+from posttrain.rollouts.dynamic_sampling import (
+    SURPLUS,
+    WORKING,
+    DynamicSampling,
+    StreamAndSurplus,
+    from_plain,
+    to_plain,
+)
 from posttrain.types import Completion, Conversation, Group, Rollout, Score, StepReport, Task, Utterance
 
 GOOD, BAD = [1.0, 0.0], [1.0, 1.0]
@@ -252,8 +259,12 @@ def test_a_checkpoint_from_before_dynamic_sampling_has_no_surplus() -> None:
 
 
 def test_timings_and_samples_of_all_batches_are_returned() -> None:
-    taken = dynamic(source_of(BAD, GOOD, GOOD), num_per_batch=1, max_batches=3).take(2, step=1)
-    assert taken.timings_s == {"generation": 3.0, "reward_calculation": 1.5}
+    """Times of a batch add up; what a rollout took on average stays an average."""
+    source = source_of(BAD, GOOD, GOOD)
+    take, means = source.take, iter((1.0, 2.0, 6.0))
+    source.take = lambda *given: replace(told := take(*given), timings_s={**told.timings_s, WORKING: next(means)})  # type: ignore[method-assign]
+    taken = dynamic(source, num_per_batch=1, max_batches=3).take(2, step=1)
+    assert taken.timings_s == {"generation": 3.0, "reward_calculation": 1.5, WORKING: 3.0}
     assert [g.task.draw for g in taken.sampled] == [0, 1, 2]
     assert [g.task.draw for g in taken.groups] == [1, 2]
 

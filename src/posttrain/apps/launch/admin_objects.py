@@ -6,6 +6,8 @@ command.
 
 from __future__ import annotations
 
+import shlex
+
 from posttrain.apps.launch.instances import EFA_RESOURCE, GPU_RESOURCE, RDMA_NETWORKS, find_instance
 from posttrain.apps.launch.manifest_files import TEMPLATES, render_objects
 from posttrain.apps.launch.quantities import FSX, LUSTRE, is_fsx_size, is_lustre_size, lustre_step_gib
@@ -63,6 +65,5 @@ def gke_node_pool(profile: ClusterProfile) -> str | None:
         return None
     instance = find_instance(profile.nodes, "gke")
     networks = RDMA_NETWORKS if instance.rdma else ()
-    return render_text(
-        TEMPLATES / "node_pool.sh", profile=profile, nodes=profile.nodes, instance=instance, networks=networks
-    )
+    template = TEMPLATES / "node_pool.sh"
+    return render_text(template, profile=profile, instance=instance, networks=networks, quote=shlex.quote)

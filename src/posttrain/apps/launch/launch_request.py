@@ -82,11 +82,6 @@ def request_run(
             f"has {instance.gpus} GPUs; set cluster.gpus_per_node={instance.gpus} and more nodes, or another "
             "nodes.instance_type"
         )
-    if config.cluster.launcher == "local" and config.cluster.num_workers > 1:
-        raise InputError(
-            f"cluster.launcher = 'local' is one process, and the run has {config.cluster.num_workers} (num_nodes x "
-            "gpus_per_node); set cluster.launcher=auto"
-        )
     if profile.image.seccomp != "Unconfined" and profile.cluster.kind not in ("local", "slurm"):
         _check_sandbox(config.model_dump(by_alias=True).get("env"), "env")
     text, files = _config_and_files(loaded, profile, config_folder)

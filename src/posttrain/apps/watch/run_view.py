@@ -21,7 +21,7 @@ from posttrain.files.json_files import JsonObject, parse_json
 from posttrain.files.run_folder_lock import ATTEMPTS_FOLDER, STALE_S
 from posttrain.reporting.chart_specs import MAX_CURVES, bands_at_start, charts_of
 from posttrain.reporting.doctor import Finding
-from posttrain.reporting.doctor.findings import SEVERITIES, health, kept_findings, worst
+from posttrain.reporting.doctor.findings import SEVERITIES, health, kept_findings, up_to_date, worst
 from posttrain.reporting.examination import DEFAULT_KIND, examine
 from posttrain.reporting.presentation import Band, ChartSpec, Headline, headline_from_json
 from posttrain.reporting.rows import TOTAL_STEP, is_accuracy
@@ -104,7 +104,7 @@ class RunView:
 
     @property
     def findings(self) -> list[Finding]:
-        return self._parsed(FINDINGS_FILE, [], _findings, MAX_FINDINGS_FILE)
+        return up_to_date(self._parsed(FINDINGS_FILE, [], _findings, MAX_FINDINGS_FILE), self.info)
 
     @property
     def problem(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from posttrain.files.json_files import JsonMapping, JsonObject
@@ -87,6 +87,12 @@ def kept_findings(rows: Iterable[JsonMapping]) -> list[Finding]:
         if finding.rule not in found or rank(finding.severity) > rank(found[finding.rule].severity):
             found[finding.rule] = finding
     return worst_first(list(found.values()))
+
+
+def up_to_date(findings: Sequence[Finding], info: JsonMapping) -> list[Finding]:
+    """A row of `findings.jsonl` is as old as its finding; run.json has the step at which each held last."""
+    last_steps = info.get("held_until", {})
+    return [replace(one, last_step=last_steps.get(one.rule, one.last_step)) for one in findings]
 
 
 def answers_that_show(groups: Sequence[JsonMapping], shown: Shown) -> tuple[ShownAnswer, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -257,8 +258,9 @@ def test_setup_uses_its_settings(tmp_path: Path) -> None:
         one("StorageClass", "storage.size_gib=1000")
     with pytest.raises(InputError, match=r"cluster\.name"):
         one("NodePool", "cluster.name=null")
-    raised = gke_node_pool(make_profile(tmp_path, GKE, "nodes.grace_s=100"))
+    raised = gke_node_pool(make_profile(tmp_path, GKE, "nodes.grace_s=100", "cluster.name=it's"))
     assert raised is not None
+    assert "--cluster=it's" in shlex.split(raised)
     assert "--spot" in raised
     assert "shutdownGracePeriodSeconds: 120" in raised
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -151,8 +152,11 @@ def test_nobody_else_can_change_the_script_of_a_job(scene: Gang) -> None:
 
 
 def test_the_script_has_the_settings_of_the_profile_and_no_secret(scene: Gang) -> None:
+    """A folder with a space and a quote is written as a shell, and sbatch, read it."""
+    shared = scene.folder / "a lab's"
+    shared.mkdir()
     slurm = {
-        "partition": "h200",
+        "partition": "h'200",
         "account": "lab",
         "qos": "high",
         "time": "24:00:00",
@@ -161,13 +165,16 @@ def test_the_script_has_the_settings_of_the_profile_and_no_secret(scene: Gang) -
         "srun_options": ["--container-image=image.sqsh"],
     }
     nodes = {"gpus": 8, "cpu": 96, "memory_gib": 900}
-    profile = profile_of(scene.folder, slurm=slurm, nodes=nodes, env={"NCCL_DEBUG": "INFO"})
-    run = ["grpo", "cluster.num_nodes=2", "cluster.gpus_per_node=8", f"checkpointing.checkpoint_dir={scene.folder}/run"]
+    profile = profile_of(shared, slurm=slurm, nodes=nodes, env={"NCCL_DEBUG": "INFO"})
+    run = ["grpo", "cluster.num_nodes=2", "cluster.gpus_per_node=8", f"checkpointing.checkpoint_dir={shared}/run"]
     assert main(["launch", "render", "--on", str(profile), *run, "--to", str(scene.folder / "job")]) == 0
     script = (scene.folder / "job/job.sh").read_text()
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", script, re.MULTILINE))
-    expected = {"partition": "h200", "account": "lab", "qos": "high", "time": "24:00:00", "mem": "0", "requeue": ""}
+    lines = [shlex.split(line) for line in re.findall(r"^#SBATCH --(.+)$", script, re.MULTILINE)]
+    options = {name: value for [line] in lines for name, _, value in [line.partition("=")]}
+    expected = {"partition": "h'200", "account": "lab", "qos": "high", "time": "24:00:00", "mem": "0", "requeue": ""}
     expected |= {"nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8", "signal": "TERM@120"}
+    assert PurePosixPath(options["output"]).parent == PurePosixPath(options["chdir"])
+    assert PurePosixPath(options["chdir"]).parent == PurePosixPath(shared, ".posttrain")
     assert expected.items() <= options.items()
     assert script.index("source /shared/venv/bin/activate") < script.index("\nsrun --nodes=2 --ntasks=2")
     assert "--container-image=image.sqsh posttrain node\n" in script

@@ -184,7 +184,7 @@ def test_damaged_info_makes_its_run_unreadable(home: Path, content: bytes, reaso
 def test_values_of_other_types_are_left_out(home: Path) -> None:
     wrong: list[Any] = [None, 5, "x", [1], {"a": 1}, True, 1e308, [[[]]], "\ud800", 10**100]
     names = ("title", "algorithm", "status", "reason", "max_steps", "wall_s", "num_devices", "device_word", "headline")
-    names += ("started_at", "updated_at", "resumed_at_steps", "config_changes", "warnings")
+    names += ("started_at", "updated_at", "resumed_at_steps", "config_changes", "held_until", "warnings")
     for value in wrong:
         (home / "odd" / "run.json").write_text(json.dumps(dict.fromkeys(names, value)))
         odd_run(home)

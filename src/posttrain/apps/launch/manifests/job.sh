@@ -7,13 +7,13 @@
 #SBATCH --gpus-per-node={{ request.gpus_per_node }}
 {% endif %}
 {% for name in ("time", "partition", "account", "qos") if slurm[name] %}
-#SBATCH --{{ name }}={{ slurm[name] }}
+#SBATCH --{{ name }}={{ words([slurm[name]]) }}
 {% endfor %}
 #SBATCH --signal=TERM@{{ warning_s }}
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output={{ folder }}/output-%j.txt
-#SBATCH --chdir={{ folder }}
+#SBATCH --output={{ words([folder]) }}/output-%j.txt
+#SBATCH --chdir={{ words([folder]) }}
 {% for option in slurm.sbatch_options %}
 #SBATCH {{ option }}
 {% endfor %}

@@ -1,5 +1,5 @@
 gcloud container node-pools create {{ profile.nodes.pool }} \
-  --cluster={{ profile.cluster.name or "CLUSTER" }} \
+  --cluster={{ quote(profile.cluster.name or "CLUSTER") }} \
   --machine-type={{ instance.name }} \
   --accelerator=type={{ instance.accelerator }},count={{ instance.gpus }},gpu-driver-version=latest \
   --node-locations={{ profile.nodes.zone or "ZONE" }} \
