@@ -63,7 +63,9 @@ def plan_memory(rank: RankMemory, workload: Workload, gpu: Gpu) -> MemoryPlan:
     shares = rank.settings.layer_shares * rank.settings.row_shares
     trained = replace(workload, num_groups=shares * workload.num_groups)
     if cache is not None:
-        phases.append(Phase(SAMPLING, {**sampler.while_sampling(), "KV cache": cache.num_bytes, **_states(cache)}))
+        items = sampler.while_sampling()
+        items["working memory"] = max(items["working memory"], sampler.tower_bytes(workload.lengths.prompt))
+        phases.append(Phase(SAMPLING, {**items, "KV cache": cache.num_bytes, **_states(cache)}))
     if workload.num_scorings:
         phases.append(scoring_phase(rank, trained, kept_cache))
     _, count = trained.passes(trained.train, rank.shape.window)
@@ -101,6 +103,7 @@ def _cache(rank: RankMemory, workload: Workload, gpu: Gpu) -> CachePlan | None:
 def scoring_phase(rank: RankMemory, workload: Workload, kept_cache: Mapping[str, float]) -> Phase:
     row = workload.largest_pass(workload.score, rank.shape.window)
     head, layer = rank.layer.head_forward(row), rank.layer.layer_forward(row)
+    layer = max(layer, rank.tower_bytes(workload.lengths.prompt))
     items = {**rank.resident(), **rank.gathered_weights(), **kept_cache, **rank.quantised_weights(gradients=False)}
     # The layers are done when the head begins: the larger of the two counts.
     if head > layer:

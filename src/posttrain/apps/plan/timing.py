@@ -139,16 +139,30 @@ class TimeModel:
         critic = self.memory.critic
         trained = [self, *([TimeModel(critic, self.gpu)] if critic is not None else [])]
         scored = [self] * (workload.num_scorings + 1 - len(trained)) + trained[1:]
+        # Images whose features are not at hand from sampling; those of a tower that is trained never are.
+        unseen = int(self.memory.settings.num_engines > 0 or not workload.num_sampled)
+        scored_images, trained_images = min(workload.num_scorings, unseen), 0 if workload.num_scorings else unseen
+        if self.memory.settings.trains_tower:
+            scored_images, trained_images = workload.num_scorings, 3
+        images = self.images_s(workload.num_groups, workload.lengths.prompt)
+        if workload.num_sampled:
+            prompts += sampler.images_s(workload.num_sampled_groups, workload.lengths.prompt)
         return StepTime(
             prompts_s=prompts,
             decoding_s=decoding,
             capture_s=recording,
-            logprobs_s=sum(model.scoring_s(workload) for model in scored),
-            passes_s=sum(model.passes_s(workload) for model in trained),
+            logprobs_s=sum(model.scoring_s(workload) for model in scored) + scored_images * images,
+            passes_s=sum(model.passes_s(workload) for model in trained) + trained_images * images,
             optimizer_s=workload.num_updates * sum(model.optimizer_s() for model in trained),
             mean_step_s=decoding / num_steps if num_steps else 0.0,
             num_decode_steps=num_steps,
         )
+
+    def images_s(self, count: float, tokens: float) -> float:
+        """The tower, once for so many images of `tokens` tokens each; its layers are not fused."""
+        products, attention = self.memory.shape.tower.flops(tokens)
+        seconds = self._products_s(products) + attention / (self.gpu.matrix_flops * CALIBRATION.attention_share)
+        return count * CALIBRATION.unfused_time * seconds
 
     def scoring_s(self, workload: Workload) -> float:
         """One pass over all samples. The device waits while the next row is packed: results are fetched before."""

@@ -67,8 +67,9 @@ class SharedPrompt:
     def in_one_pass(self, count: float, window: int | None) -> Pass:
         """`count` of these bundles in one packed row."""
         return Pass(
-            count * self.fed, count * self.size * self.answer, count * self.gathered, count * self.pairs(window)
-        )
+            count * self.fed, count * self.size * self.answer, count * self.gathered, count * self.pairs(window),
+            count * self.prompt,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from posttrain.files.json_files import JsonMapping
 from posttrain.models.attention_interface import ATTENTION, AttendOptions, Place, attention_context
 from posttrain.models.loading import auto_class_of, beside_text, experts_per_token, num_experts_in
+from posttrain.models.vision import VISION_FAMILIES
 from posttrain.policy.head import OutputHead
-from posttrain.policy.memory.model_shape import Counted, ModelShape, TensorKind, UnknownModelError
+from posttrain.policy.memory.model_shape import Counted, ModelShape, TensorKind, Tower, UnknownModelError
 from posttrain.policy.model_support import LayerObserver
 
 
@@ -81,10 +83,9 @@ def _count(model: Any, head: OutputHead, observer: _Observer, layers: int) -> tu
             if id(parameter) in seen:  # of a tower, or tied
                 continue
             seen.add(id(parameter))
-            columns = None if parameter.dim() < 2 else int(parameter.shape[-1])
-            kind = TensorKind(parameter.numel() // (columns or 1), columns, 1)
+            kind = _kind(parameter)
             tensors[kind] += 1
-            if columns is None or id(parameter) in tables or isinstance(module, nn.Conv1d):
+            if kind.columns is None or id(parameter) in tables or isinstance(module, nn.Conv1d):
                 continue
             experts = num_experts_in(module) if parameter.dim() == 3 else 0
             used = parameter.numel() // experts * per_token if experts else parameter.numel()
@@ -97,7 +98,7 @@ def _count(model: Any, head: OutputHead, observer: _Observer, layers: int) -> tu
     keys_and_values = sum((shape.expanded or shape).numbers for shape in observer.layers.values())
     states = [shape.shape for shape in observer.states.values()]
     counted = Counted(
-        tensors=tuple(replace(kind, count=count) for kind, count in tensors.items()),
+        tensors=_together(tensors),
         matrices=tuple((replace(kind, count=count), experts) for (kind, experts), count in matrices.items()),
         products=products,
         expert_weights=expert_weights,
@@ -108,10 +109,36 @@ def _count(model: Any, head: OutputHead, observer: _Observer, layers: int) -> tu
         query_width=sum(observer.widths.values()) // layers,
         state_numbers=sum(math.prod(shape) for shape in states if len(shape) == 3),
         window_numbers=sum(math.prod(shape) for shape in states if len(shape) != 3),
-        frozen=sum(parameter.numel() for parameter in beside.values()),
+        tower=_tower(model, beside.values()),
     )
     # As wide as a gated MLP of the same cost in every layer.
     return counted, max(mlp_products // (3 * layers * model.config.get_text_config().hidden_size), 1)
+
+
+def _kind(parameter: nn.Parameter) -> TensorKind:
+    columns = None if parameter.dim() < 2 else int(parameter.shape[-1])
+    return TensorKind(parameter.numel() // (columns or 1), columns, 1)
+
+
+def _together(kinds: Mapping[TensorKind, int]) -> tuple[TensorKind, ...]:
+    return tuple(replace(kind, count=count) for kind, count in kinds.items())
+
+
+def _tower(model: Any, beside: Iterable[nn.Parameter]) -> Tower:
+    linears = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    of_linears = Counter(_kind(parameter) for parameter in beside if id(parameter) in linears)
+    tower = Tower(_together(Counter(map(_kind, beside))), _together(of_linears))
+    if model.config.model_type not in VISION_FAMILIES:
+        return tower
+    vision, seen = model.config.vision_config, math.inf
+    per_token = getattr(vision, "spatial_merge_size", getattr(model.config, "scale_factor", 0)) ** 2
+    if not hasattr(vision, "spatial_merge_size"):  # images, or their tiles, of one size
+        seen = (vision.image_size // vision.patch_size) ** 2
+        per_token = per_token or seen / model.config.mm_tokens_per_image
+    # Where some layers attend to the whole image, the others attend to few patches.
+    layers = len(getattr(vision, "fullatt_block_indexes", ())) or vision.num_hidden_layers
+    width = layers * getattr(vision, "embed_dim", vision.hidden_size)
+    return replace(tower, patches_per_token=per_token, seen_patches=seen, attention_width=width)
 
 
 class _Observer(LayerObserver):

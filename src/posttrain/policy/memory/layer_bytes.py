@@ -27,6 +27,7 @@ class Pass:
     responses: float  # response tokens, whose logits are computed
     gathered: float  # keys copied for attention, because they are shared
     pairs: float  # of a token and one that it attends to
+    prompts: float = 0.0  # tokens of prompts among them
 
 
 @dataclass(frozen=True)

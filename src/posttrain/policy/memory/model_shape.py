@@ -41,6 +41,37 @@ class TensorKind:
 
 
 @dataclass(frozen=True)
+class Tower:
+    """What is beside the language model: towers for images and sound, and their projectors."""
+
+    tensors: tuple[TensorKind, ...]
+    linears: tuple[TensorKind, ...]  # of these, those that adapters may be put on
+    patches_per_token: float = 0.0  # that become one token of a prompt; 0: no images are computed
+    seen_patches: float = 0.0  # that a patch attends to; infinite: all of its image
+    attention_width: int = 0  # all layers together
+
+    @property
+    def num_weights(self) -> int:
+        return sum(kind.num_weights for kind in self.tensors)
+
+    def flops(self, tokens: float) -> tuple[float, float]:
+        """Of products and of attention, for an image of so many tokens: as if each patch met all weights."""
+        patches = self.patches_per_token * tokens
+        pairs = patches * min(patches, self.seen_patches)
+        return 2.0 * self.num_weights * patches, 4.0 * self.attention_width * pairs
+
+    def kept_numbers(self, tokens: float) -> float:
+        """For the backward pass: inputs and outputs of all its products."""
+        widths = sum((kind.rows + (kind.columns or 0)) * kind.count for kind in self.linears)
+        return self.patches_per_token * tokens * widths
+
+    def live_numbers(self, tokens: float) -> float:
+        """Of a pass without gradients; estimate."""
+        widest = max((kind.rows + (kind.columns or 0) for kind in self.linears), default=0)
+        return 4 * self.patches_per_token * tokens * widest
+
+
+@dataclass(frozen=True)
 class Counted:
     """What the modules of a model say, where formulas of sizes do not: all layers together."""
 
@@ -55,7 +86,7 @@ class Counted:
     query_width: int  # of queries, or of what is convolved; mean of the layers
     state_numbers: int  # in fp32, of a sequence, whatever its length: matrices of recurrent layers
     window_numbers: int  # of a sequence: the last tokens of convolutions
-    frozen: int  # weights of towers for images and sound
+    tower: Tower
 
     @property
     def layer_weights(self) -> int:
@@ -128,6 +159,10 @@ class ModelShape:
         return found
 
     @property
+    def tower(self) -> Tower:
+        return Tower((), ()) if self.counted is None else self.counted.tower
+
+    @property
     def num_weights(self) -> int:
         return sum(kind.num_weights for kind in self.tensors)
 
@@ -166,8 +201,12 @@ class ModelShape:
             counted = replace(counted, tensors=kept)
         return replace(self, tied=True, counted=counted)
 
-    def adapters(self, rank: int) -> list[TensorKind]:
+    def adapters(self, rank: int, *, on_tower: bool = False) -> list[TensorKind]:
         """LoRA on every linear layer: [rank, inputs] and [outputs, rank]."""
+        if on_tower:
+            own = [TensorKind(rank, kind.columns, kind.count) for kind in self.tower.linears]
+            own += [TensorKind(kind.rows, rank, kind.count) for kind in self.tower.linears]
+            return self.adapters(rank) + own
         if self.counted is not None:
             return [
                 adapter
@@ -236,7 +275,11 @@ def find_shape(name: str, overrides: JsonMapping | None = None, *, field: str = 
         raise UnknownModelError(f"{field}: {reason}. Shapes that need no model: {names}")
     else:
         content = _read_config(_fetch_config(name, field), field)
-    content = {**content, **dict(overrides or {})}
+    return known_shape(name, {**content, **dict(overrides or {})})
+
+
+def known_shape(name: str, content: JsonMapping) -> ModelShape:
+    """By the formulas, else by counting modules."""
     try:
         if content.get("vision_config"):
             raise UnknownModelError(f"{name}: has a tower for images, which no formula counts")

@@ -16,11 +16,12 @@ from typing import Any
 from posttrain.config.policy import PolicyConfig
 from posttrain.files.json_files import JsonMapping
 from posttrain.policy.memory.layer_bytes import FP32, LayerBytes, Pass
-from posttrain.policy.memory.model_shape import ModelShape, TensorKind, UnknownModelError, shape_of_config
+from posttrain.policy.memory.model_shape import ModelShape, TensorKind, UnknownModelError, known_shape, shape_of_config
 from posttrain.policy.memory.settings import OptimizerSettings, RunSettings, run_settings
 
 GIB = 2**30
 SAMPLING, SCORING, TRAINING, OPTIMIZER = "sampling", "logprobs", "training", "optimizer"
+FEATURE_BYTES = 2**30  # models/vision.py: features of images that a frozen tower made, in host memory, at most
 KEPT_CACHE_SHARE = 0.1  # of a GPU's memory: a KV cache up to this size stays while training, a larger one is released
 BUCKET_BYTES = 1 << 30  # through which a rank hands weights to engines on other GPUs, at most
 RUNTIME_BYTES = 1 * GIB  # CUDA context and libraries: outside of what torch counts; estimate
@@ -61,8 +62,10 @@ class RankMemory:
 
     @property
     def trained(self) -> list[TensorKind]:
-        rank = self.settings.lora_rank
-        return self.shape.tensors if rank is None else self.shape.adapters(rank)
+        rank, on_tower = self.settings.lora_rank, self.settings.trains_tower
+        if rank is not None:
+            return self.shape.adapters(rank, on_tower=on_tower)
+        return self.shape.tensors + list(self.shape.tower.tensors if on_tower else ())
 
     @property
     def num_trained(self) -> int:
@@ -71,8 +74,7 @@ class RankMemory:
     @property
     def weights(self) -> float:
         """Of one full copy of the model."""
-        frozen = self.shape.counted.frozen if self.shape.counted is not None else 0
-        return self.settings.element * (self.shape.num_weights + frozen)
+        return self.settings.element * (self.shape.num_weights + self.shape.tower.num_weights)
 
     @property
     def is_sharded(self) -> bool:
@@ -95,6 +97,7 @@ class RankMemory:
     def _beside(self, shape: ModelShape | None, **settings: Any) -> RankMemory | None:
         """Another model on the ranks that train, which does not sample."""
         alone: dict[str, Any] = {"critic": None, "teacher": None, "engine": None, "num_engines": 0, **settings}
+        alone["trains_tower"] = False
         return None if shape is None else RankMemory(shape, replace(self.settings, has_reference=False, **alone))
 
     @property
@@ -144,7 +147,7 @@ class RankMemory:
         is_gathered = self.settings.ranks > shares or self.settings.in_host_memory
         experts = self.own_experts if is_gathered else 0.0
         layers = self.settings.element * self.shape.layer_weights - self.settings.expert_shares * self.own_experts
-        gathered = self.settings.element * tables + 2 * layers / self.shape.layers
+        gathered = self.settings.element * (tables + self.shape.tower.num_weights) + 2 * layers / self.shape.layers
         return {"gathered layers": gathered / self.settings.layer_shares + 2 * experts / self.shape.layers}
 
     @property
@@ -175,6 +178,8 @@ class RankMemory:
         if (copy := self.settings.checkpoint_copy) != "none":
             weights = self.settings.element * self.num_trained
             items["copy of a checkpoint"] = weights + (state if copy == "with optimizer" else 0)
+        if self.shape.tower.patches_per_token and not self.settings.trains_tower:
+            items["features of images"] = FEATURE_BYTES
         critic = {} if self.critic is None else self.critic.in_host_memory()
         return {name: size + critic.get(name, 0.0) for name, size in items.items()}
 
@@ -220,6 +225,10 @@ class RankMemory:
         state = self.shape.state_bytes(self.settings.element) / self.settings.layer_shares
         return state * (num_slots + 1) if state else 0.0
 
+    def tower_bytes(self, tokens: float) -> float:
+        """While the tower computes one image; done before the layers begin."""
+        return self.settings.element * self.shape.tower.live_numbers(tokens)
+
     def hidden_bytes(self, tokens: float) -> float:
         return self.settings.element * self.shape.hidden * tokens
 
@@ -239,6 +248,8 @@ class RankMemory:
         largest = max(kind.rows * (kind.columns or 1) for kind in self.trained)
         largest_gradient = self.settings.element * largest / self.settings.layer_shares
         kept = self.layer.kept(row)
+        if self.settings.trains_tower:  # the last of the backward pass
+            items["activations of the tower"] = self.settings.element * self.shape.tower.kept_numbers(row.prompts)
         one_layer = 0.0 if self.settings.checkpointing else self.layer.kept_by_layer(row)  # else counted as temporary
         peaks: list[dict[str, float]] = [
             {
@@ -270,6 +281,7 @@ class RankMemory:
         is_whole = self.settings.lora_rank is None
         head = element * self.shape.head_products if is_whole and not self.settings.scores_answers else 0.0
         tables = (1 if self.shape.tied else 2) * self.shape.head_products if is_whole else 0.0
+        tables += self.shape.tower.num_weights if is_whole and self.settings.trains_tower else 0.0
         of_layer = (self.shape.layer_weights if is_whole else self.num_trained) / layers / self.settings.layer_shares
         reduced = element + FP32 + FP32 / ranks
         kept = self.layer.kept(row)
@@ -332,7 +344,8 @@ def should_checkpoint(
 ) -> bool:
     """True if activations would not fit, or if a model is not supported by the estimate. `teacher`: its config."""
     try:
-        shape = shape_of_config(policy.model_name, model_config)
+        find = known_shape if model_config.get("vision_config") else shape_of_config
+        shape = find(policy.model_name, model_config)
         other = None if teacher is None else shape_of_config("teacher.model_name", teacher)
     except UnknownModelError:
         return True
@@ -349,7 +362,7 @@ def should_checkpoint(
     )
     memory = RankMemory(shape, settings)
     tokens = float(_largest_micro_batch(policy))
-    row = Pass(tokens, tokens, _COPIES_OF_KEYS * tokens, 0.0)
+    row = Pass(tokens, tokens, _COPIES_OF_KEYS * tokens, 0.0, prompts=tokens)
     cache = {"KV cache": KEPT_CACHE_SHARE * memory_bytes} if settings.engine is not None else {}
     phase = memory.training_phase(row, cache, accumulates=True)
     return phase.needed_bytes > (1 - _HEADROOM) * memory_bytes

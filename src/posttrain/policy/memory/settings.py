@@ -99,6 +99,7 @@ class RunSettings:
     in_host_memory: bool = False  # parameters, gradients and state, between uses
     critic: ModelShape | None = None  # a second model, with its own optimizer
     teacher: ModelShape | None = None  # a frozen model, whose distributions are learned
+    trains_tower: bool = False
     compared_numbers: int = 7  # in fp32, that live of each logit where policy and teacher are compared
 
     @property
@@ -151,6 +152,7 @@ def run_settings(
         expert_shares=policy.dtensor_cfg.expert_parallel_size or 1,
         fp8=policy.fp8,
         in_host_memory=policy.dtensor_cfg.cpu_offload,
+        trains_tower=policy.vision.train_tower,
         **others,
     )
 

@@ -38,7 +38,7 @@ def shape_of(family: str, folder: Path) -> ModelShape:
 def test_counts_are_those_of_the_modules_and_of_the_engine(family: str, tmp_path: Path) -> None:
     shape, model = shape_of(family, tmp_path), tiny_model(family)
     assert shape.counted is not None
-    assert shape.num_weights + shape.counted.frozen == model.num_parameters()
+    assert shape.num_weights + shape.tower.num_weights == model.num_parameters()
     assert shape.tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
     stored = ForwardPass(model).shapes()
     assert shape.counted.cached * 4 == sum(layer.bytes_per_token for layer in stored.layers.values())
