@@ -19,7 +19,7 @@ from posttrain.models.loading import beside_text, load_model
 from posttrain.models.lora import add_lora
 from posttrain.models.vision import tower_of
 from posttrain.policy.memory.model_shape import find_shape
-from posttrain.policy.memory.rank import FEATURE_BYTES, should_checkpoint
+from posttrain.policy.memory.peak_memory import FEATURE_BYTES, should_checkpoint
 
 TRAINED, LORA = "policy.vision.train_tower=true", "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}"
 
