@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does a long GRPO run on images keep its memory? Resident memory of the run and its children, by step; on a CPU.
+"""Resident memory of a long GRPO run on images and of its children, by step, on a CPU: does it grow?
 
     python bench/image_memory.py                     500 steps, the model of examples/red_square.py, 800 pictures
     python bench/image_memory.py policy.vision.train_tower=true      each picture is computed in every pass

@@ -86,7 +86,7 @@ def _convolve(
     **_: object,
 ) -> Tensor:
     silu = activation in ("silu", "swish")
-    # Not `[0]`: its gradient would lie by channels, and a product with rows as long as a batch is slow.
+    # Not `[0]`: its gradient would be contiguous over tokens, and cuBLAS is slow on such unaligned rows.
     out = active_context().convolve(_next_place(), hidden_states.squeeze(0).T, weight, bias, silu=silu)
     if activation is not None and not silu:
         from transformers.activations import ACT2FN

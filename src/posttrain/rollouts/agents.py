@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit
+from statistics import fmean
 
 from posttrain.algorithms.step_reports import StageClock
 from posttrain.config import EnvironmentConfig
@@ -84,10 +85,10 @@ class AgentRollouts(FreshRollouts):
                     self._generate_calls(((tasks[rollout], rollout[1], call) for rollout, call in batch), step)
                 ran = [session for session in sessions if session.score is None]
                 self._answer_agents(ran, step)
-                self._times_s = {
-                    WAITING: sum(session.clock.waited_s for session in ran) / max(len(ran), 1),
-                    WORKING: sum(session.clock.own_s for session in ran) / max(len(ran), 1),
-                }
+                self._times_s = {}
+                if ran:
+                    self._times_s[WAITING] = fmean(session.clock.waited_s for session in ran)
+                    self._times_s[WORKING] = fmean(session.clock.own_s for session in ran)
         finally:
             for session in sessions:
                 self.endpoint.end(session)

@@ -62,7 +62,7 @@ class DynamicSampling:
         earlier = self.position.surplus
         kept: list[Group] = []
         sampled: list[Group] = []
-        timings_s: dict[str, float] = {}
+        times: dict[str, list[float]] = {}
         metrics: dict[str, float] = {}
         num_batches = 0
         # Their source has told of them in the step that sampled them; since then the run may have been resumed.
@@ -79,9 +79,10 @@ class DynamicSampling:
             for name, value in taken.metrics.items():
                 metrics[name] = value + (metrics.get(name, 0.0) if name.startswith("prefill_tokens") else 0.0)
             for stage, seconds in taken.timings_s.items():
-                timings_s[stage] = timings_s.get(stage, 0.0) + seconds
-        for stage in {WAITING, WORKING} & timings_s.keys():
-            timings_s[stage] /= num_batches
+                times.setdefault(stage, []).append(seconds)
+        timings_s = {
+            stage: sum(each) / (len(each) if stage in (WAITING, WORKING) else 1) for stage, each in times.items()
+        }
         available = [*earlier, *kept]
         groups, surplus = available[:num_groups], available[num_groups:]
         self.position.surplus = surplus if self.keeps_surplus else []

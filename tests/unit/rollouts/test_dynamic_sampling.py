@@ -259,10 +259,10 @@ def test_a_checkpoint_from_before_dynamic_sampling_has_no_surplus() -> None:
 
 
 def test_timings_and_samples_of_all_batches_are_returned() -> None:
-    """Times of a batch add up; what a rollout took on average stays an average."""
+    """Times of batches add up; a mean over rollouts stays one, over the batches that have it."""
     source = source_of(BAD, GOOD, GOOD)
-    take, means = source.take, iter((1.0, 2.0, 6.0))
-    source.take = lambda *given: replace(told := take(*given), timings_s={**told.timings_s, WORKING: next(means)})  # type: ignore[method-assign]
+    take, means = source.take, iter(({WORKING: 1.0}, {}, {WORKING: 5.0}))
+    source.take = lambda *given: replace(told := take(*given), timings_s={**told.timings_s, **next(means)})  # type: ignore[method-assign]
     taken = dynamic(source, num_per_batch=1, max_batches=3).take(2, step=1)
     assert taken.timings_s == {"generation": 3.0, "reward_calculation": 1.5, WORKING: 3.0}
     assert [g.task.draw for g in taken.sampled] == [0, 1, 2]

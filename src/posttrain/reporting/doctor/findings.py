@@ -90,7 +90,7 @@ def kept_findings(rows: Iterable[JsonMapping]) -> list[Finding]:
 
 
 def up_to_date(findings: Sequence[Finding], info: JsonMapping) -> list[Finding]:
-    """A row of `findings.jsonl` is as old as its finding; run.json has the step at which each held last."""
+    """`findings.jsonl` has the first step of a finding; the last one at which it held is in run.json."""
     last_steps = info.get("held_until", {})
     return [replace(one, last_step=last_steps.get(one.rule, one.last_step)) for one in findings]
 

@@ -38,7 +38,7 @@ JOIN_S = 1800.0  # for all machines of a gang to start
 RAY = "ray"
 _HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_CHILD_SUBREAPER = 36
-# What `ray start` ends with if the head's node is not known 6 s after its GCS.
+# The error of `ray start` if the head has not registered its node after three requests to the GCS.
 _HEAD_NOT_READY, _RAY_STARTS = "No node info found for head node in GCS", 10
 _LONGEST_TAIL = 8192  # of the output of `ray start` in a message
 
@@ -276,6 +276,7 @@ class Member:
         assert self._link is not None
         output = self.ray_output_tail()
         if name == RAY and _HEAD_NOT_READY in output and self._num_ray_starts < _RAY_STARTS:
+            self.say("the head's Ray node is not registered yet; starting Ray again")
             self.start_ray(self._ray_command)
             return
         self._link.send({"type": "failed", "code": ExitCode.CRASHED, "why": f"{name} ended with {code}{output}"})
